@@ -99,7 +99,9 @@ class Cell:
         self._speculation: Speculation | None = None
         if self.by is not None:
             drafter = blocks.drafter(self.by)
-            sizes = SizesByCost(drafter.name) if budget == "auto" else FixedSizes(int(budget))
+            # What captures cost is left out, as fixed sizes have made them.
+            by_cost = SizesByCost(drafter.name, misses=opened.runner.expert_uses is not None)
+            sizes = by_cost if budget == "auto" else FixedSizes(int(budget))
             self._speculation = Speculation(drafter, sizes)
         self.texts: list[dict[str, Any]] = []
 

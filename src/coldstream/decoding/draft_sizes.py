@@ -99,15 +99,19 @@ class SizesByCost:
     Observing tokens costs a drafter time too. A drafter whose next draft is more than 64 steps away observes
     none. Once drafts have not paid for 512 steps, it is asked in 512 of 4,096 steps only.
 
-    is_bounded: whether what drafts lose is bounded, by `LossBound`.
+    is_bounded: whether what drafts lose is bounded, by `LossBound`. misses: whether experts may be missing in
+    fast memory; it is bounded then too. first_use_s: what the first step of a shape takes more than others.
     """
 
     # The time of steps with prompts says nothing of other steps.
     drafts_beside_prompts: ClassVar[bool] = False
 
-    def __init__(self, drafter_name: str, *, is_bounded: bool = False) -> None:
+    def __init__(
+        self, drafter_name: str, *, is_bounded: bool = False, misses: bool = False, first_use_s: float = 0.0
+    ) -> None:
         self.fused: FusedSizes = FusedSizesByCost()
-        self._name, self.is_bounded = drafter_name, is_bounded
+        self._name, self.is_bounded = drafter_name, is_bounded or misses
+        self._misses, self._first_use_s = misses, first_use_s
         self._acceptance = AcceptanceModel()
         self._learned: dict[int, _Learned] = {}  # by range of sequences
         self.reason = SizeReason.NOT_ASKED
@@ -147,15 +151,16 @@ class SizesByCost:
     def _of(self, num_sequences: int) -> "_Learned":
         size = row_range(num_sequences)
         if size not in self._learned:  # asked in every step, and made of many objects
-            self._learned[size] = _Learned(LossBound() if self.is_bounded else None)
+            bound = LossBound(self._first_use_s) if self.is_bounded else None
+            self._learned[size] = _Learned(SizePolicy(RowTimes(), bound=bound, misses=self._misses))
         return self._learned[size]
 
 
 class _Learned:
     """Of steps with about as many sequences."""
 
-    def __init__(self, bound: LossBound | None) -> None:
-        self.policy = SizePolicy(RowTimes(), bound=bound)
+    def __init__(self, policy: SizePolicy) -> None:
+        self.policy = policy
         self.chosen: TreeSize | None = None  # for the next step
         self._backoff = Backoff()
 

@@ -4,6 +4,9 @@ An estimate of what drafts bring comes too late for a short text, and it may be 
 as they come, and bounded: by a share of the time so far, by a stake of a few plain steps, and by what drafts
 gained lately. When nothing is left, steps are plain until something is earned again. Only the last draft can
 lose more than was left.
+
+The first step of a shape is a loss too where a device captures a graph for it. With missing experts it takes
+as long as forty plain steps. So such a shape has a price, which is saved before it is paid.
 """
 
 from math import ceil
@@ -15,9 +18,13 @@ _MOST_STEPS: Final = 16.0  # what is saved at most
 
 
 class LossBound:
-    """Seconds that drafts may lose, of which a plain step takes `plain_s`."""
+    """Seconds that drafts may lose, of which a plain step takes `plain_s`.
 
-    def __init__(self) -> None:
+    first_use_s: what the first step of a shape takes more than others.
+    """
+
+    def __init__(self, first_use_s: float = 0.0) -> None:
+        self.first_use_s = first_use_s
         self._left_s: float | None = None  # None: nothing is known of plain steps
 
     def earn(self, num_steps: int, seconds: float, plain_s: float) -> None:
@@ -30,10 +37,14 @@ class LossBound:
         """A draft brought so much, less than 0 if it lost."""
         self._keep(gain_s, plain_s)
 
-    def num_steps_until_any(self, plain_s: float) -> int:
-        """After how many more plain steps something may be lost: 0 if it may."""
-        return 0 if self._left_s is None else max(0, ceil(-self._left_s / (_SHARE * plain_s)))
+    def affords(self, seconds: float) -> bool:
+        """Whether so much may be lost."""
+        return self._left_s is not None and self._left_s >= seconds
+
+    def num_steps_until_any(self, plain_s: float, first_s: float = 0.0) -> int:
+        """After how many more plain steps something may be lost beside `first_s`: 0 if it may."""
+        return 0 if self._left_s is None else max(0, ceil((first_s - self._left_s) / (_SHARE * plain_s)))
 
     def _keep(self, seconds: float, plain_s: float) -> None:
         assert self._left_s is not None, "steps are earned before drafts gain"
-        self._left_s = min(self._left_s + seconds, _MOST_STEPS * plain_s)
+        self._left_s = min(self._left_s + seconds, _MOST_STEPS * plain_s + self.first_use_s)

@@ -40,7 +40,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 from typing import Final
 
 from coldstream.decoding.loss_bound import LossBound
@@ -116,6 +116,10 @@ _MOST_SAVED = 4096  # steps whose shares are saved for probes; at half a percent
 _LEAST_OVERHEAD_S = 1e-9
 _FIRST_PLAIN_STEPS, _PLAIN_STEPS, _PLAIN_DISTANCE = 24, 6, 256
 _BOUND_PLAIN_STEPS: Final = 12  # the first where what drafts lose is bounded
+# Where experts are missing, plain steps differ as the experts in fast memory do. So they are measured again
+# soon in the first steps, and often while drafts do not make a token much faster.
+_NEW_STEPS, _NEW_DISTANCE, _NEAR_DISTANCE, _MUCH = 144, 24, 64, 1.3
+_FIRST_USE_STEPS: Final = 1024  # in which the first use of a shape has to pay
 # Steps that are recorded together: many enough to take no time, few enough for times to be new.
 
 
@@ -168,13 +172,22 @@ class SizePolicy:
 
     times: may be shared with the policies of other drafters, one of which records each step. probe_share:
     of the time, at most, that goes into probes and explorations. A draft that is not used while drafts pay on
-    the whole is neither. bound: of what drafts may lose; None: of none.
+    the whole is neither. bound: of what drafts may lose; None: of none. misses: whether experts may be
+    missing in fast memory, by which plain steps of a text differ from those of another one.
 
     For every step: `should_draft`; if so, `num_asked`, a draft and `choose`; then the step and `record`.
     """
 
-    def __init__(self, times: RowTimes, *, probe_share: float = 0.01, bound: LossBound | None = None) -> None:
-        self._times, self._bound = times, bound
+    def __init__(
+        self,
+        times: RowTimes,
+        *,
+        probe_share: float = 0.01,
+        bound: LossBound | None = None,
+        misses: bool = False,
+    ) -> None:
+        self._times, self._bound, self._misses = times, bound, misses
+        self._used_rows: set[int] = set()  # of steps with nodes
         self._asked = AskedNodes() if bound is None else AskedNodes(_BOUND_FIRST)
         self._num_asked = 0  # nodes asked for in the next draft of each sequence
         self._mean_tokens = self._mean_s = 0.0  # means over steps with drafts
@@ -208,12 +221,22 @@ class SizePolicy:
         first = _FIRST_PLAIN_STEPS if self._bound is None else _BOUND_PLAIN_STEPS
         if not self._times.has_any or self._num_steps < first:
             return max(1, first - self._num_steps)
-        planned = max(0, _PLAIN_STEPS - self._num_steps % _PLAIN_DISTANCE)
+        planned = max(0, _PLAIN_STEPS - self._num_steps % self._plain_distance(num_roots))
         if self._bound is not None:
-            planned = max(planned, self._bound.num_steps_until_any(self._known_s(num_roots)))
+            first_s = 0.0 if self._used_rows else self._bound.first_use_s
+            planned = max(planned, self._bound.num_steps_until_any(self._known_s(num_roots), first_s))
         if self.pays:
             return planned
         return max(planned, self._for_drafts.num_steps_until(self._asked.draft_s, self._known_s(num_roots)))
+
+    def _plain_distance(self, num_roots: int) -> int:
+        """How many steps there are from the first of some plain steps to the next ones."""
+        if not self._misses:
+            return _PLAIN_DISTANCE
+        if self._num_steps < _NEW_STEPS:
+            return _NEW_DISTANCE
+        gains_much = self._mean_tokens * self._known_s(num_roots) > _MUCH * num_roots * self._mean_s > 0
+        return _PLAIN_DISTANCE if gains_much else _NEAR_DISTANCE
 
     def num_asked(self, most: int, num_roots: int = 1) -> int:
         """How many nodes the draft of each sequence that comes next is to have, at most `most`.
@@ -237,7 +260,7 @@ class SizePolicy:
         tokens = list(accumulate(probabilities, initial=float(num_roots)))
         tokens_s = self._tokens_s(num_roots)
         worths = [
-            expected - tokens_s * self._known_s(num_roots + n)
+            expected - tokens_s * (self._known_s(num_roots + n) + self._share_of_first_use_s(num_roots, n))
             for n, expected in enumerate(tokens[: 1 + MAX_ROWS - num_roots])
         ]
         if self._num_asked:
@@ -273,9 +296,13 @@ class SizePolicy:
         self._count(1, step_s, num_roots + size.num_nodes, says_more=is_usual and size.num_nodes > 0)
         self._num_plain = 0
         taken_s = size.draft_s + step_s
+        if size.num_nodes:
+            self._used_rows.add(num_roots + size.num_nodes)
         if self._bound is not None:
             plain_s = self._known_s(num_roots)
-            self._bound.gained(tokens / num_roots * plain_s - taken_s, plain_s)
+            # Plain steps among drafts find the experts that drafts left in fast memory.
+            margin = _MARGIN if self._misses and size.num_nodes else 1.0
+            self._bound.gained(tokens / num_roots * plain_s / margin - taken_s, plain_s)
         if size.best_rate is not None:
             if size.reason is SizeReason.PROBE:
                 self._for_probes.spend(max(0.0, taken_s - size.tokens / size.best_rate))
@@ -315,6 +342,18 @@ class SizePolicy:
         self._for_probes.earn(num_steps, seconds)
         if self._bound is not None and self._times.has_any:
             self._bound.earn(num_steps, seconds, self._known_s(num_roots))
+
+    def _first_use_s(self, num_roots: int, num_nodes: int) -> float:
+        """What the next step of so many nodes takes more as the first of its shape."""
+        is_new = num_nodes > 0 and num_roots + num_nodes not in self._used_rows
+        return self._bound.first_use_s if self._bound is not None and is_new else 0.0
+
+    def _share_of_first_use_s(self, num_roots: int, num_nodes: int) -> float:
+        """The same, in each of the steps in which that has to pay; without end if it may not be lost."""
+        first_s = self._first_use_s(num_roots, num_nodes)
+        if first_s and self._bound is not None and not self._bound.affords(first_s):
+            return inf
+        return first_s / _FIRST_USE_STEPS
 
     def _gain_s(self, num_nodes: int, plain_steps: float, taken_s: float, num_roots: int) -> float:
         """A draft's gain over so many plain steps."""
@@ -359,6 +398,7 @@ class SizePolicy:
             if each == row_range(num_roots + best) or age < _STALE:
                 continue
             taken_s = tokens[n] / rates[n] + (0.0 if n else self._asked.draft_s)
+            taken_s += self._first_use_s(num_roots, n)
             expected_s = max(_LEAST_OVERHEAD_S, taken_s - tokens[n] / rates[best])
             if age / expected_s > urgency:
                 wanted, urgency, overhead_s = n, age / expected_s, expected_s

@@ -1,7 +1,7 @@
 """Opens what drafts for a model, as its plan says."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from coldstream.decoding import Drafter, FixedSizes, SizesByCost, Speculation
 from coldstream.decoding.drafters import MtpDrafter, NgramDrafter, with_fused_steps
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from coldstream.models.cpu.dflash import CpuDflash
     from coldstream.models.cuda.dflash import CudaDflash
     from coldstream.models.dflash.file import DflashFile
+
+_CAPTURE_S: Final = 0.16  # of a step with missing experts, on an H200
 
 
 def open_speculation(
@@ -29,7 +31,9 @@ def open_speculation(
         return None
     new_drafter = _maker(plan, runner, draft)
     drafter = new_drafter()
-    by_cost = SizesByCost(drafter.name, is_bounded=is_bounded)
+    misses = runner.expert_uses is not None
+    first_use_s = _CAPTURE_S if misses and runner.tier == "cuda" else 0.0
+    by_cost = SizesByCost(drafter.name, is_bounded=is_bounded, misses=misses, first_use_s=first_use_s)
     sizes = FixedSizes(plan.tree_budget) if plan.tree_budget else by_cost
     # A device that runs fused steps has room for those of one sequence.
     more = None if with_fused_steps(drafter) else new_drafter
