@@ -25,8 +25,8 @@ NOTHING = {1: 1.0, 16: 16.0}
 
 @dataclass(frozen=True)
 class Text:
-    """right: chances of drafted tokens, given those before. flips: whether in every other 64 tokens nothing is
-    shared and little is right.
+    """right: chances of drafted tokens, given those before. flips: whether nothing is shared and little right
+    in every other 64 tokens.
     """
 
     unions: Mapping[int, float]
