@@ -89,6 +89,7 @@ def _our_row(asked: Asked, planned: Planned) -> Row:
         "vram_bytes": planned.plan.budget_bytes,
         "experts_share": planned.plan.resident_bytes / planned.sizes.all_expert_bytes,
         "hits_misses": uses,
+        "has_pool": planned.run.pool is not None,  # RAM does not hold the file
         "figures": {"decode": _figure(texts), **prompts},
         "forecast": expected(planned, planned.known, work),
         "rates": asdict(planned.known.rates),

@@ -8,7 +8,9 @@ from typing import Any
 
 from coldstream.kernels.best_runs import are_alike
 
-_PIECE_WORDS = 2**19  # half a millisecond for a thread: bytes are counted by pieces
+# A few milliseconds for a thread. In shorter pieces more threads wait for the interpreter, and with them the
+# one that queues copies beside them.
+_PIECE_WORDS = 2**21
 _WINDOW_S = 0.05
 _NUM_WINDOWS = 24  # at most, over a second, as other programs come and go
 
