@@ -79,10 +79,10 @@ def cpu_drafts_by_size() -> str:
 
 def cpu_shallow_drafts() -> str:
     """Of the full-size model with few layers, and of the demo model: speeds over no drafts."""
-    r = load("cpu_shallow_drafts")
+    results = [load("cpu_shallow_drafts"), load("cpu_deep_drafts")]
     header = ["model", "accepted", "nodes", "tokens a step", "speed by CPU time", "by the clock"]
     rows = []
-    for case in r["cases"]:
+    for case in (case for r in results for case in r["cases"]):
         _, *ways, _ = case["ways"]
         accepted = "its own" if case["accepted"] is None else ", ".join(f"{a:.0%}" for a in case["accepted"])
         for way in ways:
@@ -92,9 +92,10 @@ def cpu_shallow_drafts() -> str:
                 for kind, (low, high) in ((kind, way[f"{kind}_interval"]) for kind in ("cpu", "wall"))
             )
             rows.append([case["name"], accepted, name, f"{way['tokens_per_step']:.2f}", speed, by_clock])
-    conditions = (
-        f"{r['texts']} texts of {r['tokens']} tokens, threads: {r['machine']['threads']}, "
+    conditions = "\n\n".join(
+        f"Texts: {r['texts']} of {r['tokens']} tokens, threads: {r['machine']['threads']}, "
         f"{r['cases'][0]['tier']}, {r['machine']['cpu']}, commit {r['commit']}: `{r['command']}`"
+        for r in results
     )
     return table(header, rows) + f"\n{conditions}\n"
 

@@ -51,10 +51,10 @@ def test_speeds_of_models_with_few_layers_have_intervals(
     case = {"name": "shallow", "accepted": [0.75, 0.5], "tier": "given", "ways": [plain, way, plain]}
     result = {**dict.fromkeys(("texts", "tokens", "commit", "command"), "given"), "cases": [case]}
     result["machine"] = dict.fromkeys(("cpu", "threads"), "given")
-    write(tmp_path, "cpu_shallow_drafts", result, monkeypatch)
-    assert cpu_shallow_drafts().splitlines()[2] == (
-        "| shallow | 75%, 50% | by cost | 2.50 | 1.25 (1.00–1.50) | 1.50 (1.25–2.00) |"
-    )
+    for name in ("cpu_shallow_drafts", "cpu_deep_drafts"):
+        write(tmp_path, name, result, monkeypatch)
+    row = "| shallow | 75%, 50% | by cost | 2.50 | 1.25 (1.00–1.50) | 1.50 (1.25–2.00) |"
+    assert cpu_shallow_drafts().splitlines()[2:4] == [row, row]
 
 
 def test_depths_that_were_never_right_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
