@@ -133,7 +133,9 @@ class HostDriver:
             patch.setattr(streams, "Event", HostEvent)
             patch.setattr(streams, "_DEFAULT", self.current)
             patch.setattr(streams, "_current", streams._Current())
-            patch.setattr(graphs, "_recorded", self.recorded)
+            patch.setattr(graphs, "_begun", self.begun)
+            patch.setattr(graphs, "_ended", self.ended)
+            patch.setattr(graphs, "_dropped", self.ended)
             patch.setattr(allocations, "_pool", lambda: _Resource(self, "pool"))
             patch.setattr(allocations, "_page_locked", lambda: _Resource(self, "host"))
             yield self
@@ -145,15 +147,17 @@ class HostDriver:
         else:
             work()
 
-    def recorded(self, step: Callable[[], Any]) -> tuple[_Recorded, Any]:
-        """In place of `graphs._recorded`."""
+    def begun(self, stream: HostStream) -> list[Callable[[], object]]:
+        """In place of `graphs._begun`."""
         assert self.recording is None
         self.recording = []
-        try:
-            outputs = step()
-            return _Recorded(self.recording), outputs
-        finally:
-            self.recording = None
+        return self.recording
+
+    def ended(self, recording: list[Callable[[], object]]) -> _Recorded:
+        """In place of `graphs._ended`."""
+        assert self.recording is recording
+        self.recording = None
+        return _Recorded(recording)
 
     def allocate(self, size: int, place: Place) -> tuple[object, int]:
         """A status, and an address if that is DONE."""

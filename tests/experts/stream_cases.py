@@ -110,7 +110,8 @@ class Prompts:
             assert all(places.start <= ends[i] - counts[i] and ends[i] <= places.stop for i in mine)
             computed.extend(mine)
 
-        elsewhere = self.stream.share_out(layer, rows, compute)
+        self.stream.share_out(layer, rows, compute)
+        elsewhere = self.stream.answer(rows)
         resident = self.stream.resident[layer].copy()
         assert len(set(computed)) == len(computed)
         on_gpu = np.isin(chosen, computed) | resident[chosen]

@@ -195,16 +195,22 @@ class HostExperts:
         """How long the CPU has worked for `bulk` so far."""
         return float(sum(seconds for _, _, seconds in self.bulk_server.work()))
 
-    def ask_bulk(self, layer: int, ids: "np.ndarray[Any, Any]", experts: Sequence[int]) -> None:
-        """Has the CPU compute the pairs of `experts` in int32 ids [T, K], of the rows in `bulk.x`.
+    def choose_bulk(self, ids: "np.ndarray[Any, Any]", experts: Sequence[int]) -> None:
+        """Notes which pairs of int32 ids [T, K] the CPU computes: those of `experts`.
 
-        No other request of `bulk` may be unanswered. `bulk.done` is set when `bulk.out` is complete.
+        No request of `bulk` may be unanswered, and nothing may read its ids.
         """
         mine = np.zeros(int(ids.max(initial=0)) + 1, bool)
         mine[[expert for expert in experts if expert < len(mine)]] = True
         self.bulk.ids[: len(ids)].numpy()[:] = np.where(mine[ids], ids, -1)
+
+    def ask_bulk(self, layer: int, rows: int) -> None:
+        """Has the CPU compute the pairs that were chosen last, of so many rows in `bulk.x`.
+
+        `bulk.done` is set when `bulk.out` is complete.
+        """
         self.bulk_done[0] = 0
-        self.bulk_request[0] = (layer + 1) | len(ids) << ROWS_SHIFT
+        self.bulk_request[0] = (layer + 1) | rows << ROWS_SHIFT
 
     def close(self) -> None:
         """Ends the threads and unregisters the file. The device must no longer read from it."""

@@ -1,6 +1,7 @@
 """The work around each step of a model whose GPU does not hold all experts."""
 
 from collections import Counter, deque
+from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -335,6 +336,12 @@ class PartialExperts:
             if self._residency is not None:
                 self._stream.resident = self._residency.resident
             self._stream.start_step(rows)
+
+    @property
+    def form(self) -> Hashable:
+        """What the launches of the last step depend on, besides its shape, if the host shares it out."""
+        assert self._stream is not None, "a ring is there from the first long step on"
+        return self._stream.form
 
     def launched(self) -> None:
         """Call right after the launch. Raises DeviceError if an expert could not be copied."""

@@ -24,10 +24,10 @@ from coldstream.experts.host import HostExperts
 from coldstream.experts.partial_tables import PartialTables
 from coldstream.experts.staging import LayerShape, RingShape, StagingCopy, StagingRing, least_ring
 from coldstream.kernels.cuda.activations import Activations
-from coldstream.kernels.cuda.array import DeviceArray
-from coldstream.kernels.cuda.runtime import copies, streams
+from coldstream.kernels.cuda.array import DeviceArray, unowned
+from coldstream.kernels.cuda.runtime import copies, graphs, streams
 from coldstream.kernels.experts.cuda_layer import stacks_of
-from coldstream.kernels.experts.moe import MoeKernels, Pairs
+from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.experts.place_group import place_group_cuda
 from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.table import ExpertTable
@@ -184,12 +184,19 @@ class ExpertStream:
                 copies.to_host(self._host.bulk.x[:tokens].numpy(), x.data_ptr())
             self._x_there.record(self._side)
 
-    def share_out(self, layer: int, tokens: int, compute: Compute) -> RowsElsewhere | None:
+    @property
+    def form(self) -> tuple[bool, bytes]:
+        """What the launches of the current step depend on, besides its shape."""
+        kinds = self.resident.any(axis=1).astype(np.uint8) + self.resident.all(axis=1)
+        return self._with_cpu, kinds.tobytes()
+
+    def share_out(self, layer: int, tokens: int, compute: Compute) -> None:
         """Has the missing experts of a layer, for the ids given to `ask`, computed by the GPU and the CPU.
 
-        `compute` queues the work of staged groups. Returns where work queued next on the current stream finds
-        the CPU's rows, None if it computes none. Raises ModelChangedError, DeviceError.
+        `compute` queues the work of staged groups. Raises ModelChangedError, DeviceError.
         """
+        if graphs.recording() is not None:
+            self._begun = None  # the step takes longer than others
         self._ids_there.synchronize()
         ids = self._host.wanted_ids[:tokens]
         num_experts = self.resident.shape[1]
@@ -207,14 +214,22 @@ class ExpertStream:
         num_on_cpu = self._num_on_cpu(layer, tokens, len(order)) if self._with_cpu else 0
         streamed, on_cpu = order[: len(order) - num_on_cpu], order[len(order) - num_on_cpu :]
         self.counters.on_cpu[layer] += num_on_cpu
+        if self._with_cpu:
+            self._host.choose_bulk(ids, on_cpu)
         if on_cpu:
             self._x_there.synchronize()
             self._asked = tokens, num_on_cpu, self._host.bulk_seconds
-            self._host.ask_bulk(layer, ids, on_cpu)
+            self._host.ask_bulk(layer, tokens)
         self._stream(layer, streamed, counts, tokens <= MAX_SHORT_ROWS, compute)
         self._begin_ahead(layer + 1)
         streams.current_stream().wait_event(self._x_there)
-        if not on_cpu:
+
+    def answer(self, tokens: int) -> RowsElsewhere | None:
+        """Where work queued next finds the CPU's rows, after a wait for them; None: it has no part.
+
+        The ids are negative where the CPU computes nothing.
+        """
+        if not self._with_cpu:
             return None
         box = self._host.bulk
         wait_answer_cuda(box)
@@ -334,15 +349,6 @@ class ExpertStream:
         return self._ring_memory.data_ptr() + buffer * self._shape.buffer_bytes
 
 
-@dataclass(frozen=True)
-class _LayerWork:
-    """A layer's pairs and weights, and tables int64 [experts] for the addresses of staged experts."""
-
-    pairs: Pairs
-    weights: ExpertWeights
-    tables: tuple[DeviceArray, ...]
-
-
 class PrefillExperts:
     """Prefill steps, of any number of rows. `stream` is None over a `MemoryPlan`, without a `host`."""
 
@@ -361,35 +367,58 @@ class PrefillExperts:
     def compute(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
         """Computes experts in slots, then those copied over the bus, while the CPU computes the others."""
         stream, resident, layer = self.stream, None, self._tables.number_of(weights)
+        tokens = len(routing.ids)
         if stream is not None:
             resident = stream.resident[layer]
             if resident.all():
                 routed, shared = self._kernels.outputs(x, routing.ids, weights)
                 return ExpertOutputs(routed, shared, routing)
-            stream.ask(x.values, routing.ids)
+            graphs.between(partial(stream.ask, unowned(x.values), unowned(routing.ids)))
         shared = self._kernels.shared(x, weights)
         num_experts = len(weights.gate.addresses)
         tables = tuple(self._device.empty(num_experts, dtype="int64") for _ in range(MATRICES))
         pairs = self._kernels.pairs(x, routing.ids, weights)
-        work = _LayerWork(pairs, weights, tables)
         if resident is None or resident.any():
             self._kernels.compute(pairs, weights, pairs.places)
+        gate, up, down = (
+            replace(stack, addresses=table) for stack, table in zip(stacks_of(weights), tables, strict=True)
+        )
+        products = partial(self._kernels.compute, pairs, replace(weights, gate=gate, up=up, down=down))
         if stream is None:
             nothing = StagedGroup((0,), (0,) * MATRICES, (0,) * MATRICES)
-            self._compute_groups(work, [nothing], pairs.places)
+            self._compute_groups(tables, products, [nothing], pairs.places)
             return ExpertOutputs(pairs.routed, shared, routing)
-        elsewhere = stream.share_out(layer, len(routing.ids), partial(self._compute_groups, work))
-        return ExpertOutputs(pairs.routed, shared, routing, elsewhere)
+        share = partial(self._share_out, stream, layer, tokens, tuple(map(unowned, tables)))
+        if (recording := graphs.recording()) is not None:
+            # All places each time: a graph has no other ones for each group.
+            again = partial(products, pairs.places)
+            recording.pause_with(again, lambda graph: share(lambda _: graph.launch()))
+        else:
+            share(products)
+        return ExpertOutputs(pairs.routed, shared, routing, stream.answer(tokens))
 
-    def _compute_groups(self, work: _LayerWork, groups: Sequence[StagedGroup], places: slice) -> None:
+    def _share_out(
+        self,
+        stream: ExpertStream,
+        layer: int,
+        tokens: int,
+        tables: Sequence[DeviceArray],
+        products: Callable[[slice], None],
+    ) -> None:
+        """tables: int64 [experts], by matrix, for the addresses of staged experts. `products` multiplies by
+        those that have one."""
+        stream.share_out(layer, tokens, partial(self._compute_groups, tables, products))
+
+    def _compute_groups(
+        self,
+        tables: Sequence[DeviceArray],
+        products: Callable[[slice], None],
+        groups: Sequence[StagedGroup],
+        places: slice,
+    ) -> None:
         for i, group in enumerate(groups):
-            self._device.launch(self._place, group, work.tables, i == 0)
-        gate, up, down = (
-            replace(stack, addresses=table)
-            for stack, table in zip(stacks_of(work.weights), work.tables, strict=True)
-        )
-        weights = replace(work.weights, gate=gate, up=up, down=down)
-        self._kernels.compute(work.pairs, weights, places)
+            self._device.launch(self._place, group, tables, i == 0)
+        products(places)
 
     @staticmethod
     def _place(group: StagedGroup, tables: Sequence[DeviceArray], clears: bool) -> None:

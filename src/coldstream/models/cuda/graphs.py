@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from coldstream.errors import OutOfMemoryError
 from coldstream.kernels.cuda.device import device_errors
-from coldstream.kernels.cuda.runtime.graphs import Graph
+from coldstream.kernels.cuda.runtime.graphs import Graph, Pieces
 from coldstream.models.cuda.capacity import MAX_GRAPHS
 
 Key = tuple[str, object]  # the kind of step, and its shape
@@ -16,9 +16,9 @@ WithoutMemory = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """A graph. Its outputs are valid until the next step of any kind."""
+    """A graph, or several. Its outputs are valid until the next step of any kind."""
 
-    graph: Graph
+    graph: Graph | Pieces
     outputs: Any
 
     @classmethod
@@ -39,7 +39,8 @@ class CapturedSteps:
     def __init__(self, *, is_early: bool = False) -> None:
         self.num_captured = 0
         self.is_put_off = False
-        self._has_run: set[Key] | None = set() if is_early else None
+        self._is_early = is_early
+        self._has_run: dict[Key, None] = {}  # once, without a graph; the last ones
         self._graphs: dict[Key, CapturedStep] = {}  # in order of their last use
 
     def run(self, key: Key, step: Step, without_memory: WithoutMemory, make_room: Callable[[], bool]) -> Any:
@@ -48,9 +49,8 @@ class CapturedSteps:
         without_memory: returns the outputs as tensors that do not own their memory. make_room: called if a
         capture finds no device memory; returns whether to try again. Raises as `step`, and OutOfMemoryError.
         """
-        captured = self._graphs.pop(key, None)
+        captured = self._taken(key)
         if captured is not None:
-            self._graphs[key] = captured
             captured.graph.launch()
             return captured.outputs
         # The first step of a shape runs without a graph and loads its kernels, which a capture may not do.
@@ -58,11 +58,9 @@ class CapturedSteps:
         self.num_captured += 1
         if self.is_put_off:
             return outputs
-        if self._has_run is not None and key not in self._has_run:
-            self._has_run.add(key)
+        if self._is_early and not self._is_second(key):
             return outputs
-        if len(self._graphs) == MAX_GRAPHS:
-            del self._graphs[next(iter(self._graphs))]
+        self._make_place()
         try:
             with device_errors():
                 self._graphs[key] = CapturedStep.of(step, without_memory)
@@ -71,6 +69,42 @@ class CapturedSteps:
                 raise
             self._graphs[key] = CapturedStep.of(step, without_memory)
         return outputs
+
+    def run_in_pieces(self, key: Key, step: Step, without_memory: WithoutMemory) -> Any:
+        """As `run`, of a step in which the host acts. The second one of a shape is recorded while it runs.
+
+        Raises as `step` and the recording, after which the step has run in part.
+        """
+        captured = self._taken(key)
+        if captured is not None:
+            captured.graph.launch()
+            return captured.outputs
+        self.num_captured += 1
+        if self.is_put_off or not self._is_second(key):
+            return step()
+        self._make_place()
+        pieces, outputs = Pieces.record(step)
+        self._graphs[key] = CapturedStep(pieces, without_memory(outputs))
+        return outputs
+
+    def _taken(self, key: Key) -> CapturedStep | None:
+        """The graph of a step, as that which was used last."""
+        captured = self._graphs.pop(key, None)
+        if captured is not None:
+            self._graphs[key] = captured
+        return captured
+
+    def _is_second(self, key: Key) -> bool:
+        """Whether such a step has run before; notes that it does now."""
+        is_second = key in self._has_run
+        if not is_second and len(self._has_run) == MAX_GRAPHS:
+            del self._has_run[next(iter(self._has_run))]
+        self._has_run[key] = None
+        return is_second
+
+    def _make_place(self) -> None:
+        if len(self._graphs) == MAX_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
 
     def clear(self) -> None:
         """Frees all graphs."""

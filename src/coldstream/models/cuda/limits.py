@@ -88,6 +88,14 @@ class Limits:
         is_shared_out = self.expert_bytes is not None and not self.is_dense
         return rows <= (self.shared_rows if is_shared_out else MAX_GRAPH_ROWS)
 
+    def is_recorded(self, rows: int) -> bool:
+        """Whether steps of `rows` rows are graphs, between which the host shares out experts."""
+        return not self.is_captured(rows) and rows <= MAX_GRAPH_ROWS
+
+    def rows_of(self, count: int, most: int) -> int:
+        """Rows of the step that computes `count` rows, where steps have `most`."""
+        return padded_rows(count) if self.is_captured(count) else min(padded_rows(count), most)
+
 
 def padded_rows(count: int) -> int:
     """Rows of the graph that computes `count` rows: `count` itself for the smallest and the largest steps."""

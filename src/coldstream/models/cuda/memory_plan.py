@@ -145,7 +145,7 @@ def kernels_of(
     first: list[Noted] = []
     with note_kernels() as noted:
         for count in () if first_rows is None else (min(first_rows, chunk_size), 1):
-            rows = padded_rows(count) if limits.is_captured(count) else count
+            rows = limits.rows_of(count, chunk_size)
             _step(loaded, limits, StepShape.prompt(rows), num_wanted=1)
             first.append(choosing | noted)
         for count in row_counts(chunk_size):

@@ -41,7 +41,7 @@ from coldstream.models.cuda.dflash import CudaDflash
 from coldstream.models.cuda.graphs import CapturedSteps
 from coldstream.models.cuda.inputs import MAX_DECODE_ROWS, MAX_SEGMENTS, StepShape
 from coldstream.models.cuda.kept_counts import kept_count
-from coldstream.models.cuda.limits import SMALLEST_PADDED_ROWS, Limits, padded_rows
+from coldstream.models.cuda.limits import SMALLEST_PADDED_ROWS, Limits
 from coldstream.models.cuda.loaded_model import Loaded
 from coldstream.models.cuda.logits import OnDevice, StepLogits, StepOutputs
 from coldstream.models.cuda.memory_plan import check_supported, check_types, kernels_of, plan_memory
@@ -387,7 +387,7 @@ class CudaRunner(ModelRunner):
         count = sum(len(segment.token_ids) for segment in segments)
         has_prompts = any(segment.is_prompt for segment in segments)
         return StepShape(
-            padded_rows(count) if self.limits.is_captured(count) else count,
+            self.limits.rows_of(count, self.chunk_size),
             has_trees=any(segment.parents is not None for segment in segments),
             is_branching=any(segment.is_branching for segment in segments),
             has_prompts=has_prompts,
@@ -411,7 +411,7 @@ class CudaRunner(ModelRunner):
                 ("hidden", shape), lambda: self._loaded.kept_step(shape), lambda kept: kept, self._make_room
             )
         else:
-            outputs.hidden = self._uncaptured(shape)
+            outputs.hidden = self._shared_out_by_host(shape)
         if self._first_token is None and any(len(segment.wanted) for segment in segments):
             self._first_token = self._num_steps
         changed = tuple(sequence for segment in segments for sequence in segment.sequences)
@@ -426,10 +426,17 @@ class CudaRunner(ModelRunner):
         )
         return logits
 
-    def _uncaptured(self, shape: StepShape) -> Activations:
+    def _shared_out_by_host(self, shape: StepShape) -> Activations:
         """Hidden states of a step too long for a captured graph."""
         try:
-            return self._loaded.step(shape)
+            if not self.limits.is_recorded(shape.num_rows):
+                return self._loaded.step(shape)
+            assert self._partial_experts is not None, "nothing else is shared out by the host"
+            key = "hidden", (shape, self._partial_experts.form)
+            kept: Activations = self._steps.run_in_pieces(
+                key, lambda: self._loaded.kept_step(shape), lambda kept: kept
+            )
+            return kept
         except ColdstreamError:
             with suppress(ColdstreamError):
                 self._ended()

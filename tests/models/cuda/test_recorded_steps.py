@@ -1,0 +1,129 @@
+"""Long steps whose experts the host shares out, replayed in pieces: the bits of the CPU."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cuda_runner_cases import open_partly
+from one_sequence import OneSequence, open_cpu
+from runner_cases import token_ids, write_mixed_layers
+from tree_cases import CONTEXT
+
+from coldstream.errors import DeviceError
+from coldstream.experts.cpu_share import CpuPart
+from coldstream.experts.prefill import ExpertStream
+from coldstream.kernels.cuda.runtime.graphs import Pieces
+from coldstream.models.cuda.limits import padded_rows
+from random_residency import RandomResidency
+
+ROWS = 72  # of a step
+LENGTHS = (70, 72, 66, 71)
+assert {padded_rows(length) for length in LENGTHS} == {ROWS}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mixed_layers(tmp_path_factory.mktemp("models"), "qwen35moe")
+
+
+@pytest.fixture(scope="module")
+def plain(path: Path) -> Iterator[OneSequence]:
+    with open_cpu(path, threads=1, context_length=CONTEXT) as runner:
+        yield runner
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One for each."""
+    launch, found = Pieces.launch, list[None]()
+
+    def launched(pieces: Pieces) -> None:
+        found.append(None)
+        launch(pieces)
+
+    monkeypatch.setattr(Pieces, "launch", launched)
+    return found
+
+
+def check(runner: OneSequence, plain: OneSequence, length: int, first: int = 0) -> None:
+    """A prompt and a token behind it."""
+    for each in (runner, plain):
+        each.reset()
+    tokens = token_ids(first + length)[first:]
+    assert np.array_equal(runner.prefill(tokens), plain.prefill(tokens)), length
+    assert np.array_equal(runner.decode(tokens[0]), plain.decode(tokens[0])), length
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("with_cpu", [True, False])
+def test_the_third_step_of_a_shape_is_a_replay(
+    path: Path,
+    plain: OneSequence,
+    replays: list[None],
+    share: float,
+    with_cpu: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also of other lengths, and of chunks far into a text."""
+    monkeypatch.setattr(CpuPart, "choose", lambda self, rows: with_cpu)
+    with open_partly(path, share, context_length=CONTEXT, chunk_size=ROWS) as runner:
+        for number, length in enumerate(LENGTHS):
+            check(runner, plain, length, first=number)
+            assert len(replays) == max(0, number - 1)
+        check(runner, plain, 4 * ROWS + 1)
+        assert len(replays) > len(LENGTHS) - 2
+        assert (runner.stream_counters.on_cpu.sum() > 0) == with_cpu
+
+
+@pytest.mark.usefixtures("gpu")
+def test_experts_that_move_between_steps_change_no_bit(
+    path: Path, plain: OneSequence, replays: list[None]
+) -> None:
+    policy = RandomResidency(seed=3)
+    with open_partly(path, 0.5, policy=policy, context_length=CONTEXT, chunk_size=ROWS) as runner:
+        for number in range(10):
+            check(runner, plain, LENGTHS[number % len(LENGTHS)], first=number)
+        assert runner.expert_cache.counters.evictions.sum() > 0
+        assert replays
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("step", [1, 2])
+def test_ex01_a_step_that_fails_while_it_is_recorded_or_replayed_leaves_the_next_ones_right(
+    path: Path, plain: OneSequence, replays: list[None], step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share_out, fails = ExpertStream.share_out, [False]
+
+    def shared_out(stream: ExpertStream, layer: int, *rest: object) -> None:
+        if fails[0] and layer == 1:
+            raise DeviceError("refused")
+        share_out(stream, layer, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ExpertStream, "share_out", shared_out)
+    monkeypatch.setattr(CpuPart, "choose", lambda self, rows: True)
+    with open_partly(path, 0.0, context_length=CONTEXT, chunk_size=ROWS) as runner:
+        for number in range(6):
+            fails[0] = number == step
+            if fails[0]:
+                with pytest.raises(DeviceError, match="refused"):
+                    check(runner, plain, ROWS)
+            else:
+                check(runner, plain, ROWS, first=number)
+        assert replays
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_recorded_step_is_not_compared_with_others(
+    path: Path, plain: OneSequence, replays: list[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes longer."""
+    learned: list[int] = []
+    monkeypatch.setattr(CpuPart, "choose", lambda self, rows: True)
+    monkeypatch.setattr(CpuPart, "learn", lambda self, rows, *_, with_cpu: learned.append(len(replays)))
+    with open_partly(path, 0.0, context_length=CONTEXT, chunk_size=ROWS) as runner:
+        learned.clear()  # steps that warm up
+        for number in range(4):
+            check(runner, plain, ROWS, first=number)
+    assert learned == [0, 1, 2]
