@@ -59,11 +59,9 @@ def held(pool: RamPool) -> set[int]:
 def ask(host: HostExperts, layer: int, experts: list[int]) -> None:
     """Has the CPU compute experts, as for a prompt."""
     host.bulk_server.begin()
-    ids = np.array([experts], np.int32)
-    asked = host.bulk.ids.numpy()
-    asked.fill(0)
-    asked[0, len(experts) :] = -1
-    host.ask_bulk(layer, np.pad(ids, ((0, 0), (0, 3 - len(experts))), mode="edge"), experts)
+    ids = np.pad(np.array([experts], np.int32), ((0, 0), (0, 3 - len(experts))), mode="edge")
+    host.choose_bulk(ids, experts, NUM_EXPERTS)
+    host.ask_bulk(layer, len(ids))
     deadline = time.monotonic() + 20
     while not host.bulk_done[0]:
         assert time.monotonic() < deadline, "no answer came"

@@ -13,7 +13,7 @@ from cuda.bindings import driver
 from coldstream.errors import DeviceError, OutOfMemoryError
 from coldstream.kernels.cuda.runtime import allocations, calls, copies, streams
 from coldstream.kernels.cuda.runtime.calls import checked
-from coldstream.kernels.cuda.runtime.graphs import Graph
+from coldstream.kernels.cuda.runtime.graphs import Graph, Pieces, between, recording
 from coldstream.kernels.cuda.runtime.streams import current_stream, on_stream
 
 LENGTH = 2**20  # bytes: a copy of them takes a while
@@ -167,6 +167,77 @@ def test_a_step_that_fails_leaves_no_capture_behind() -> None:
         Graph.capture(fail)
     np.testing.assert_array_equal(values_of(there), 1)
     test_a_graph_runs_again_with_what_it_reads_then()
+
+
+def test_pieces_run_in_their_order_with_what_the_host_does_between() -> None:
+    """Which may wait, allocate, and launch a graph as often as it likes."""
+    host, back = (allocations.page_locked((4,), "int32") for _ in range(2))
+    there, copy = allocations.block(16), allocations.block(16)
+    acts: list[str] = []
+
+    def answer() -> None:
+        current_stream().synchronize()
+        acts.append("answer")
+        allocations.scratch(16)
+        host[:] = 2 * back
+
+    def repeat(graph: Graph) -> None:
+        acts.append("repeat")
+        for byte in (7, 9):
+            copies.fill_bytes(there.address + 12, byte, 4)
+            graph.launch()
+
+    def step() -> str:
+        copies.to_device(there.address, host)
+        copies.to_host(back, there.address)
+        between(answer)
+        copies.to_device(there.address, host)
+        current = recording()
+        assert current is not None
+        current.pause_with(lambda: copies.within_device(copy.address, there.address, 16), repeat)
+        copies.fill_bytes(there.address, 0, 16)
+        return "outputs"
+
+    host[:] = 3
+    pieces, outputs = Pieces.record(step)
+    assert outputs == "outputs"
+    assert recording() is None
+    for number in (3, 4, 5):
+        np.testing.assert_array_equal(values_of(copy).view(np.int32), [2 * number] * 3 + [0x09090909])
+        np.testing.assert_array_equal(values_of(there), 0)
+        host[:] = number + 1
+        pieces.launch()
+    assert acts == ["answer", "repeat"] * 4
+
+
+def test_what_comes_between_is_done_at_once_where_nothing_is_recorded() -> None:
+    acts: list[int] = []
+    between(lambda: acts.append(1))
+    assert acts == [1]
+
+
+@pytest.mark.parametrize("fails", ["step", "act", "again"])
+def test_pieces_that_fail_leave_no_recording_behind(fails: str) -> None:
+    there = allocations.block(16)
+
+    def fail(name: str) -> None:
+        if fails == name:
+            raise KeyError("own")
+
+    def step() -> None:
+        copies.fill_bytes(there.address, 5, 16)
+        between(lambda: fail("act"))
+        current = recording()
+        assert current is not None
+        current.pause_with(lambda: fail("again"), lambda graph: None)
+        fail("step")
+
+    with pytest.raises(KeyError, match="own"):
+        Pieces.record(step)
+    assert recording() is None
+    assert not calls.is_capturing()
+    np.testing.assert_array_equal(values_of(there), 5)  # the first piece has run
+    test_pieces_run_in_their_order_with_what_the_host_does_between()
 
 
 def test_threads_have_their_own_current_stream() -> None:

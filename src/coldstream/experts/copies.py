@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -178,15 +179,21 @@ def copy_to_device(
             targets.append(driver.CUdeviceptr(target + copy.offset + offset))
             sources.append(driver.CUdeviceptr(source + offset))
             sizes.append(size)
-    access = driver.CUmemcpyAttributes()
-    access.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
     for _ in range(2):
         (status,) = driver.cuMemcpyBatchAsync(
-            targets, sources, sizes, len(sizes), [access], [0], 1, stream.handle
+            targets, sources, sizes, len(sizes), [_in_order()], [0], 1, stream.handle
         )
         if status == driver.CUresult.CUDA_SUCCESS:
             return
     raise DeviceError(f"experts cannot be copied: {driver.cuGetErrorString(status)[1].decode()}")
+
+
+@cache
+def _in_order() -> "driver.CUmemcpyAttributes":
+    """Sources are read when the stream comes to the copies."""
+    access = driver.CUmemcpyAttributes()
+    access.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    return access
 
 
 def read_host(host: HostExperts, address: int, target: np.ndarray[Any, Any]) -> None:

@@ -195,14 +195,15 @@ class HostExperts:
         """How long the CPU has worked for `bulk` so far."""
         return float(sum(seconds for _, _, seconds in self.bulk_server.work()))
 
-    def choose_bulk(self, ids: "np.ndarray[Any, Any]", experts: Sequence[int]) -> None:
-        """Notes which pairs of int32 ids [T, K] the CPU computes: those of `experts`.
+    def choose_bulk(self, ids: "np.ndarray[Any, Any]", experts: Sequence[int], num_experts: int) -> None:
+        """Notes which pairs of int32 ids [T, K] the CPU computes: those of `experts`, of a layer's so many.
 
         No request of `bulk` may be unanswered, and nothing may read its ids.
         """
-        mine = np.zeros(int(ids.max(initial=0)) + 1, bool)
-        mine[[expert for expert in experts if expert < len(mine)]] = True
-        self.bulk.ids[: len(ids)].numpy()[:] = np.where(mine[ids], ids, -1)
+        by_id = np.full(num_experts, -1, np.int32)
+        by_id[experts] = experts
+        # Clipped, so that it writes the result in place; no id is out of range.
+        by_id.take(ids, out=self.bulk.ids[: len(ids)].numpy(), mode="clip")
 
     def ask_bulk(self, layer: int, rows: int) -> None:
         """Has the CPU compute the pairs that were chosen last, of so many rows in `bulk.x`.

@@ -215,7 +215,7 @@ class ExpertStream:
         streamed, on_cpu = order[: len(order) - num_on_cpu], order[len(order) - num_on_cpu :]
         self.counters.on_cpu[layer] += num_on_cpu
         if self._with_cpu:
-            self._host.choose_bulk(ids, on_cpu)
+            self._host.choose_bulk(ids, on_cpu, num_experts)
         if on_cpu:
             self._x_there.synchronize()
             self._asked = tokens, num_on_cpu, self._host.bulk_seconds

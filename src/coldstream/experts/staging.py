@@ -6,6 +6,7 @@ So experts that are adjacent in the file stay adjacent, and one copy transfers a
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
@@ -51,8 +52,8 @@ class LayerShape:
 
     def offsets(self, count: int) -> tuple[int, ...]:
         """Where the matrices of a group of `count` experts begin in its buffer."""
-        ends = np.cumsum([-(-count * size // ALIGNMENT) * ALIGNMENT for size in self.sizes])
-        return (0, *ends[:-1].tolist())
+        sizes = [-(-count * size // ALIGNMENT) * ALIGNMENT for size in self.sizes]
+        return tuple(accumulate(sizes[:-1], initial=0))
 
     def copies(
         self, experts: Sequence[int], held: Mapping[int, Sequence[int]] = MappingProxyType({})

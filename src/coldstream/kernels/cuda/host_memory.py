@@ -24,11 +24,18 @@ PIECE_BYTES: Final = 64 * 2**20  # of addresses, from one multiple to the next
 SPARE_PIECES: Final = 8
 
 
-def parts_of(address: int, num_bytes: int) -> Iterator[tuple[int, int]]:
+def parts_of(address: int, num_bytes: int) -> Iterable[tuple[int, int]]:
     """Offsets and sizes of the parts of registered memory that one copy may have: those within a piece.
 
     The driver refuses a copy across two registrations.
     """
+    if 0 < num_bytes <= PIECE_BYTES - address % PIECE_BYTES:
+        return ((0, num_bytes),)
+    return _parts_within(address, num_bytes)
+
+
+def _parts_within(address: int, num_bytes: int) -> Iterator[tuple[int, int]]:
+    """Likewise, of more than one piece."""
     done = 0
     while done < num_bytes:
         size = min(num_bytes - done, PIECE_BYTES - (address + done) % PIECE_BYTES)
