@@ -170,15 +170,17 @@ def copy_to_device(
     first_source: address of a host copy of the buffer, for experts that are not held; None: all are copied
     from their own sources.
     """
-    targets, sources, sizes = [], [], []
-    for copy in copies:
-        source = copy.source
-        if first_source is not None and not copy.is_held:
-            source = first_source + copy.offset
-        for offset, size in parts_of(source, copy.size):
-            targets.append(driver.CUdeviceptr(target + copy.offset + offset))
-            sources.append(driver.CUdeviceptr(source + offset))
-            sizes.append(size)
+    if first_source is not None:
+        copies = [
+            each if each.is_held else each._replace(source=first_source + each.offset) for each in copies
+        ]
+    parts = [
+        (target + copy.offset + offset, copy.source + offset, size)
+        for copy in copies
+        for offset, size in parts_of(copy.source, copy.size)
+    ]
+    targets, sources = ([driver.CUdeviceptr(part[side]) for part in parts] for side in (0, 1))
+    sizes = [size for _, _, size in parts]
     for _ in range(2):
         (status,) = driver.cuMemcpyBatchAsync(
             targets, sources, sizes, len(sizes), [_in_order()], [0], 1, stream.handle

@@ -101,6 +101,7 @@ class ExpertStream:
         self._ring = StagingRing(self._shape.count)
         self._read: list[streams.Event | None] = [None] * self._shape.count
         self._copies: dict[bool, Copies] = {}  # by whether experts are locked where they are mapped
+        self._locked: dict[int, bool] = {}  # of a step, by layer: whether it is, where it is mapped
         self._waiting: deque[_BegunGroup] = deque()  # begun and not computed, in the order of buffers
         self._moving: deque[_Moving] = deque()
         self._lookahead, self._cpu_share, self._cpu_part = Lookahead(), CpuShare(), CpuPart()
@@ -143,6 +144,7 @@ class ExpertStream:
         self._with_cpu = is_possible and self._cpu_part.choose(rows)
         self._begun = (rows, time.perf_counter()) if is_possible else None
         self._missed_bytes = 0
+        self._locked.clear()
         if self._with_cpu:
             self._host.bulk_server.begin()
 
@@ -278,7 +280,7 @@ class ExpertStream:
         """Queues the copy of a group into the next buffer, behind the last reader of that buffer."""
         buffer = self._ring.take()
         held = self._host.hold(layer, experts)
-        copies = list(self._layers[layer].copies(experts, held))
+        copies = self._layers[layer].copies(experts, held)
         transfer = self._copies_for(layer, copies).begin(copies, self._address(buffer), self._read[buffer])
         self._waiting.append(_BegunGroup(experts, buffer, transfer))
         self._moving.append(_Moving(self._host, layer, held, transfer))
@@ -290,12 +292,18 @@ class ExpertStream:
         if (pool := self._host.pool) is not None:
             is_locked = pool.is_registered and all(copy.is_held for copy in copies)
         else:
-            ranges = self._layers[layer].ranges(self.resident.shape[1])
-            is_locked = all(self._host.is_locked_at(*each) for each in ranges)
+            is_locked = self._is_locked(layer)
         if is_locked not in self._copies:
             by_file = partial(FileCopies, self._host, self._shape.buffer_bytes)
             self._copies[is_locked] = DirectCopies() if is_locked else by_file()
         return self._copies[is_locked]
+
+    def _is_locked(self, layer: int) -> bool:
+        """Whether a layer is locked where it is mapped; asked once a step."""
+        if layer not in self._locked:
+            ranges = self._layers[layer].ranges(self.resident.shape[1])
+            self._locked[layer] = all(self._host.is_locked_at(*each) for each in ranges)
+        return self._locked[layer]
 
     def _compute(
         self, layer: int, groups: Sequence[_BegunGroup], counts: Array, ends: Array, compute: Compute

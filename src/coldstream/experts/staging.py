@@ -57,22 +57,31 @@ class LayerShape:
 
     def copies(
         self, experts: Sequence[int], held: Mapping[int, Sequence[int]] = MappingProxyType({})
-    ) -> Iterator[StagingCopy]:
+    ) -> list[StagingCopy]:
         """The copies that transfer a group of experts in ascending order.
 
         held: addresses by matrix of experts that lie in a pool, not where the file is mapped.
         """
         places = [place for place, expert in enumerate(experts) if expert not in held]
-        runs = list(adjacent_runs([experts[place] for place in places]))
         if self.steps != self.sizes:
-            runs = [(index, experts[place], 1) for index, place in enumerate(places)]
-        matrices = zip(self.sources, self.steps, self.sizes, self.offsets(len(experts)), strict=True)
-        for matrix, (source, step, size, offset) in enumerate(matrices):
-            for index, expert, count in runs:
-                yield StagingCopy(source + expert * step, offset + places[index] * size, count * size)
-            for place, expert in enumerate(experts):
-                if expert in held:
-                    yield StagingCopy(held[expert][matrix], offset + place * size, size, is_held=True)
+            runs = [(place, experts[place], 1) for place in places]
+        else:
+            found = adjacent_runs([experts[place] for place in places])
+            runs = [(places[index], expert, count) for index, expert, count in found]
+        matrices = list(zip(self.sources, self.steps, self.sizes, self.offsets(len(experts)), strict=True))
+        copies = [
+            StagingCopy(source + expert * step, offset + place * size, count * size)
+            for source, step, size, offset in matrices
+            for place, expert, count in runs
+        ]
+        if held:
+            copies += [
+                StagingCopy(held[expert][matrix], offset + place * size, size, is_held=True)
+                for matrix, (_, _, size, offset) in enumerate(matrices)
+                for place, expert in enumerate(experts)
+                if expert in held
+            ]
+        return copies
 
 
 def adjacent_runs(experts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
