@@ -1,6 +1,6 @@
 """Steps as CUDA graphs, captured after the first step of their shape, or after the second."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -70,12 +70,14 @@ class CapturedSteps:
             self._graphs[key] = CapturedStep.of(step, without_memory)
         return outputs
 
-    def run_in_pieces(self, key: Key, step: Step, without_memory: WithoutMemory) -> Any:
-        """As `run`, of a step in which the host acts. The second one of a shape is recorded while it runs.
+    def run_in_pieces(self, key: Key, form: Hashable, step: Step, without_memory: WithoutMemory) -> Any:
+        """As `run`, of a step in which the host acts. The second one for `key` is recorded while it runs.
 
-        Raises as `step` and the recording, after which the step has run in part.
+        form: what its launches depend on besides; those of any form launch the same kernels. Raises as
+        `step` and the recording, after which the step has run in part.
         """
-        captured = self._taken(key)
+        of_form = key[0], (key[1], form)
+        captured = self._taken(of_form)
         if captured is not None:
             captured.graph.launch()
             return captured.outputs
@@ -84,7 +86,7 @@ class CapturedSteps:
             return step()
         self._make_place()
         pieces, outputs = Pieces.record(step)
-        self._graphs[key] = CapturedStep(pieces, without_memory(outputs))
+        self._graphs[of_form] = CapturedStep(pieces, without_memory(outputs))
         return outputs
 
     def _taken(self, key: Key) -> CapturedStep | None:

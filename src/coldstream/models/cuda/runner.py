@@ -432,10 +432,8 @@ class CudaRunner(ModelRunner):
             if not self.limits.is_recorded(shape.num_rows):
                 return self._loaded.step(shape)
             assert self._partial_experts is not None, "nothing else is shared out by the host"
-            key = "hidden", (shape, self._partial_experts.form)
-            kept: Activations = self._steps.run_in_pieces(
-                key, lambda: self._loaded.kept_step(shape), lambda kept: kept
-            )
+            step, form = partial(self._loaded.kept_step, shape), self._partial_experts.form
+            kept: Activations = self._steps.run_in_pieces(("hidden", shape), form, step, lambda kept: kept)
             return kept
         except ColdstreamError:
             with suppress(ColdstreamError):
