@@ -204,8 +204,6 @@ class ExpertStream:
         num_experts = self.resident.shape[1]
         counts = np.bincount(ids.reshape(-1), minlength=num_experts)
         self._wanted[layer] = counts
-        self._learn()
-        self._lookahead.learn(len(self._moving), self._shape.count)
         missing = ~self.resident[layer]
         num_wanted = int(np.count_nonzero(missing & (counts > 0)))
         self.counters.wanted[layer] += num_wanted
@@ -219,9 +217,11 @@ class ExpertStream:
         if self._with_cpu:
             self._host.choose_bulk(ids, on_cpu, num_experts)
         if on_cpu:
+            self._learn_cpu(tokens, num_on_cpu)
             self._x_there.synchronize()
-            self._asked = tokens, num_on_cpu, self._host.bulk_seconds
             self._host.ask_bulk(layer, tokens)
+        self._learn_bus()
+        self._lookahead.learn(len(self._moving), self._shape.count)
         self._stream(layer, streamed, counts, tokens <= MAX_SHORT_ROWS, compute)
         self._begin_ahead(layer + 1)
         streams.current_stream().wait_event(self._x_there)
@@ -238,19 +238,27 @@ class ExpertStream:
         return RowsElsewhere(box.ids[:tokens], box.out[:tokens], box.done)
 
     def _num_on_cpu(self, layer: int, tokens: int, num_experts: int) -> int:
-        moving = sum(each.transfer.num_bytes for each in self._moving)
+        moving = 0
+        for each in reversed(self._moving):  # those before one that is over are over
+            if each.transfer.is_over:
+                break
+            moving += each.transfer.num_bytes
         return self._cpu_share.split(tokens, num_experts, sum(self._layers[layer].sizes), moving)
 
-    def _learn(self) -> None:
-        """Updates the measured rates of the bus and the CPU."""
+    def _learn_cpu(self, rows: int, num_experts: int) -> None:
+        """Updates the CPU's measured rate by its last request. The next one is for so many experts."""
+        seconds = self._host.bulk_seconds
+        if self._asked is not None:
+            of_rows, count, before = self._asked
+            self._cpu_share.learn_cpu(of_rows, count, seconds - before)
+        self._asked = rows, num_experts, seconds
+
+    def _learn_bus(self) -> None:
+        """Updates the measured rate of the bus by copies that are over."""
         while self._moving and self._moving[0].transfer.is_over:
             ended = self._moving.popleft()
             ended.finish()
             self._cpu_share.learn_bus(ended.transfer.num_bytes, ended.transfer.seconds)
-        if self._asked is not None:
-            tokens, num_experts, before = self._asked
-            self._asked = None
-            self._cpu_share.learn_cpu(tokens, num_experts, self._host.bulk_seconds - before)
 
     def _stream(
         self, layer: int, experts: Sequence[int], counts: Array, is_short: bool, compute: Compute

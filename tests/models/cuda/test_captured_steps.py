@@ -10,7 +10,7 @@ import pytest
 
 from coldstream.errors import OutOfMemoryError
 from coldstream.models.cuda.capacity import MAX_GRAPHS
-from coldstream.models.cuda.graphs import CapturedStep, CapturedSteps
+from coldstream.models.cuda.graphs import GRAPHS_OF_PIECES, CapturedStep, CapturedSteps
 from host_driver import HostDriver
 
 
@@ -89,7 +89,7 @@ class Steps:
         outputs = step()
         self.captured.append(outputs)
         return SimpleNamespace(
-            graph=SimpleNamespace(launch=lambda: self.replayed.append(outputs)), outputs=outputs
+            graph=SimpleNamespace(launch=lambda: self.replayed.append(outputs)), outputs=outputs, weight=1
         )
 
     def run(self, shape: int, *, has_room: bool = True) -> object:
@@ -111,6 +111,29 @@ def test_the_graphs_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch
     steps.run(1)
     assert steps.captured == [*range(MAX_GRAPHS + 1), 1]
     assert steps.steps.num_captured == MAX_GRAPHS + 2
+
+
+@pytest.mark.usefixtures("driver")
+def test_steps_in_pieces_count_as_several_graphs_and_forms_share_their_first_step() -> None:
+    steps, runs = CapturedSteps(), list[tuple[int, int]]()
+
+    def run(shape: int, form: int) -> object:
+        def step() -> int:
+            runs.append((shape, form))
+            return shape
+
+        return steps.run_in_pieces(("step", shape), form, step, lambda outputs: outputs)
+
+    most = MAX_GRAPHS // GRAPHS_OF_PIECES
+    for shape in range(most):
+        assert [run(shape, 0), run(shape, 0), run(shape, 1), run(shape, 1)] == [shape] * 4
+        assert runs == [(shape, 0), (shape, 0), (shape, 1)], "the first one, and a recording of each form"
+        runs.clear()
+    assert run(most - 1, 0) == most - 1
+    assert runs == []
+    assert run(0, 0) == 0
+    assert runs == [(0, 0)], "its graphs have made place for others"
+    assert sum(each.weight for each in steps._graphs.values()) <= MAX_GRAPHS
 
 
 def test_a_capture_without_memory_is_tried_again_if_room_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
