@@ -1,7 +1,7 @@
 """Prefill steps with experts copied through a ring, on the model of a device."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from coldstream.kernels.cuda.memory import own_bytes
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.table import ExpertTable
-from device_model import ModelDevice, Operation, range_of
+from device_model import ModelDevice, Operation, Pieces, range_of
 
 NUM_LAYERS, NUM_EXPERTS, RANKS, SIZE = 3, 8, 3, 256
 MAX_CPU_ROWS, CHUNK = 6, 10
@@ -79,7 +79,13 @@ class Prompts:
         # One layer after the other uses the same memory.
         self.x = torch.zeros(CHUNK, SIZE)
         self.ids = torch.zeros(CHUNK, RANKS, dtype=torch.int32)
+        self.places = torch.zeros(CHUNK + 2, RANKS, dtype=torch.int32)
         self.only: list[int] | None = None  # the experts that routers may choose
+
+    def into_ring(self, refuses: Callable[[Pieces], bool]) -> Callable[[Pieces], bool]:
+        """Asks only of copies into the ring."""
+        begin = self.ring.data_ptr()
+        return lambda pieces: begin <= pieces[0][0] < begin + self.ring.numel() and refuses(pieces)
 
     def step(self, rows: int) -> None:
         self.stream.start_step(rows)
@@ -110,8 +116,9 @@ class Prompts:
             assert all(places.start <= ends[i] - counts[i] and ends[i] <= places.stop for i in mine)
             computed.extend(mine)
 
-        self.stream.share_out(layer, rows, compute)
-        elsewhere = self.stream.answer(rows)
+        places = self.places[: rows + 2]
+        self.stream.share_out(layer, rows, compute, places)
+        elsewhere = self.stream.answer(places)
         resident = self.stream.resident[layer].copy()
         assert len(set(computed)) == len(computed)
         on_gpu = np.isin(chosen, computed) | resident[chosen]

@@ -127,7 +127,7 @@ def test_trap_15_copies_are_no_more_than_on_demand_but_for_what_is_counted_as_un
                     assert waiting + begun <= prompts.ring.numel()
                 return False
 
-            prompts.device.refuses = note
+            prompts.device.refuses = prompts.into_ring(note)
             for rows in (CHUNK, MAX_CPU_ROWS, CHUNK, CHUNK):
                 prompts.step(rows)
             prompts.stream.settle()
@@ -204,7 +204,7 @@ def test_ex01_a_copy_refused_twice_is_an_error_and_the_next_step_is_right(
             calls[0] += 1
             return first < calls[0] <= first + 2
 
-        prompts.device.refuses = refuses
+        prompts.device.refuses = prompts.into_ring(refuses)
         for _ in range(3):
             try:
                 prompts.step(CHUNK)
@@ -228,7 +228,7 @@ def test_ex01_a_copy_refused_once_is_repeated(path: Path, seed: int, registers: 
             calls[0] += 1
             return calls[0] % 2 == 1
 
-        prompts.device.refuses = refuses
+        prompts.device.refuses = prompts.into_ring(refuses)
         prompts.step(CHUNK)
         prompts.step(MAX_CPU_ROWS)
 

@@ -25,7 +25,7 @@ from coldstream.experts.partial_tables import PartialTables
 from coldstream.experts.staging import LayerShape, RingShape, StagingCopy, StagingRing, least_ring
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.array import DeviceArray, unowned
-from coldstream.kernels.cuda.runtime import copies, graphs, streams
+from coldstream.kernels.cuda.runtime import allocations, copies, graphs, streams
 from coldstream.kernels.experts.cuda_layer import stacks_of
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.experts.place_group import place_group_cuda
@@ -113,7 +113,9 @@ class ExpertStream:
         self.resident = np.zeros((0, 0), bool)
         self.counters = StreamCounters(0)
         self._side = streams.Stream()
-        self._ids_there, self._x_there = (streams.Event() for _ in range(2))
+        self._ids_there, self._x_there, self._ids_back = (streams.Event() for _ in range(3))
+        self._answered = allocations.page_locked((2,), "int32")  # `Mailbox.done` with an answer in time
+        self._answered[0] = 1
         # The CPU's last request: rows of the step, number of experts, and its `bulk_seconds` before.
         self._asked: tuple[int, int, float] | None = None
 
@@ -192,10 +194,11 @@ class ExpertStream:
         kinds = self.resident.any(axis=1).astype(np.uint8) + self.resident.all(axis=1)
         return self._with_cpu, kinds.tobytes()
 
-    def share_out(self, layer: int, tokens: int, compute: Compute) -> None:
+    def share_out(self, layer: int, tokens: int, compute: Compute, places: DeviceArray) -> None:
         """Has the missing experts of a layer, for the ids given to `ask`, computed by the GPU and the CPU.
 
-        `compute` queues the work of staged groups. Raises ModelChangedError, DeviceError.
+        `compute` queues the work of staged groups. places: see `answer`; it was there before `ask`. Raises
+        ModelChangedError, DeviceError.
         """
         if graphs.recording() is not None:
             self._begun = None  # the step takes longer than others
@@ -216,6 +219,7 @@ class ExpertStream:
         self.counters.on_cpu[layer] += num_on_cpu
         if self._with_cpu:
             self._host.choose_bulk(ids, on_cpu, num_experts)
+            self._send_places(places, tokens)
         if on_cpu:
             self._learn_cpu(tokens, num_on_cpu)
             self._x_there.synchronize()
@@ -224,18 +228,28 @@ class ExpertStream:
         self._lookahead.learn(len(self._moving), self._shape.count)
         self._stream(layer, streamed, counts, tokens <= MAX_SHORT_ROWS, compute)
         self._begin_ahead(layer + 1)
-        streams.current_stream().wait_event(self._x_there)
+        streams.current_stream().wait_event(self._ids_back if self._with_cpu else self._x_there)
 
-    def answer(self, tokens: int) -> RowsElsewhere | None:
+    def _send_places(self, places: DeviceArray, tokens: int) -> None:
+        """Queues the copy of the CPU's pairs to the device, where many blocks read them.
+
+        They would read the host's memory beside copies that take the whole bus.
+        """
+        with streams.on_stream(self._side):
+            copies.to_device(places.data_ptr(), self._host.bulk.ids[:tokens].numpy())
+            copies.to_device(places[tokens:].data_ptr(), self._answered)
+            self._ids_back.record(self._side)
+
+    def answer(self, places: DeviceArray) -> RowsElsewhere | None:
         """Where work queued next finds the CPU's rows, after a wait for them; None: it has no part.
 
-        The ids are negative where the CPU computes nothing.
+        places: int32 [T + 2, K] on the device, for the ids of the CPU's pairs. Others are negative.
         """
         if not self._with_cpu:
             return None
-        box = self._host.bulk
-        wait_answer_cuda(box)
-        return RowsElsewhere(box.ids[:tokens], box.out[:tokens], box.done)
+        tokens = len(places) - 2
+        wait_answer_cuda(self._host.bulk)
+        return RowsElsewhere(places[:tokens], self._host.bulk.out[:tokens], places[tokens:].reshape(-1)[:2])
 
     def _num_on_cpu(self, layer: int, tokens: int, num_experts: int) -> int:
         moving = 0
@@ -383,12 +397,14 @@ class PrefillExperts:
     def compute(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
         """Computes experts in slots, then those copied over the bus, while the CPU computes the others."""
         stream, resident, layer = self.stream, None, self._tables.number_of(weights)
-        tokens = len(routing.ids)
+        tokens, ranks = routing.ids.shape
         if stream is not None:
             resident = stream.resident[layer]
             if resident.all():
                 routed, shared = self._kernels.outputs(x, routing.ids, weights)
                 return ExpertOutputs(routed, shared, routing)
+        places = self._device.empty(tokens + 2, ranks, dtype="int32")
+        if stream is not None:
             graphs.between(partial(stream.ask, unowned(x.values), unowned(routing.ids)))
         shared = self._kernels.shared(x, weights)
         num_experts = len(weights.gate.addresses)
@@ -404,26 +420,26 @@ class PrefillExperts:
             nothing = StagedGroup((0,), (0,) * MATRICES, (0,) * MATRICES)
             self._compute_groups(tables, products, [nothing], pairs.places)
             return ExpertOutputs(pairs.routed, shared, routing)
-        share = partial(self._share_out, stream, layer, tokens, tuple(map(unowned, tables)))
+        share = partial(self._share_out, stream, layer, unowned(places), tuple(map(unowned, tables)))
         if (recording := graphs.recording()) is not None:
             # All places each time: a graph has no other ones for each group.
             again = partial(products, pairs.places)
             recording.pause_with(again, lambda graph: share(lambda _: graph.launch()))
         else:
             share(products)
-        return ExpertOutputs(pairs.routed, shared, routing, stream.answer(tokens))
+        return ExpertOutputs(pairs.routed, shared, routing, stream.answer(places))
 
     def _share_out(
         self,
         stream: ExpertStream,
         layer: int,
-        tokens: int,
+        places: DeviceArray,
         tables: Sequence[DeviceArray],
         products: Callable[[slice], None],
     ) -> None:
         """tables: int64 [experts], by matrix, for the addresses of staged experts. `products` multiplies by
         those that have one."""
-        stream.share_out(layer, tokens, partial(self._compute_groups, tables, products))
+        stream.share_out(layer, len(places) - 2, partial(self._compute_groups, tables, products), places)
 
     def _compute_groups(
         self,
