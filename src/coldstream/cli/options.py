@@ -250,7 +250,8 @@ ENGINE_OPTIONS: Final = {
         metavar="|".join(SPEC_TYPES),
         shell_complete=_one_of(SPEC_TYPES),
         help="What drafts tokens for the model to verify, which changes none [default: auto, the "
-        "drafter of --model-draft, the model's own block on a GPU that holds all of it, or none].",
+        "drafter of --model-draft, the model's own block where a device holds all of the "
+        "model and it may pay, or none].",
     ),
     "model-draft": option(
         "--model-draft",

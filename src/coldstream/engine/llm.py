@@ -70,7 +70,7 @@ class LLM(Closing):
     - tier: kernels of the CPU; auto: the fastest that it has.
     - prefetch: most experts of a layer that a GPU fetches before they are chosen; auto: where that pays.
     - spec_type: what drafts tokens for the model to verify: mtp, dflash, ngram or none; auto: the drafter
-      that is named, mtp on a GPU that holds all of the model, or none. No token depends on it.
+      that is named, mtp where all of the model is held and it may pay, or none. No token depends on it.
     - model_draft: a DFlash drafter: a GGUF file, or a folder with safetensors and config.json, which is
       converted at its first use.
     - tree_budget: tokens of a draft; auto: as many as pay in each step.

@@ -92,7 +92,8 @@ class EngineConfig:
     tier: str = "auto"  # of CPU kernels; auto: the fastest that this CPU has
     # Experts of a layer that a GPU fetches before its router has run, at most; auto: where that should pay.
     prefetch: int | Literal["auto"] = "auto"
-    # What drafts tokens for the model to verify, which changes none; auto: a drafter that is named, or none.
+    # What drafts tokens for the model to verify, which changes none; auto: a drafter that is named,
+    # the model's own block where all of the model is held and it may pay, or none.
     spec_type: str = "auto"
     model_draft: str | None = None  # a drafter's file or folder, for spec_type dflash, which auto then is
     tree_budget: int | Literal["auto"] = "auto"  # nodes of a draft tree; auto: as many as pay in each step
