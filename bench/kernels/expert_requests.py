@@ -3,11 +3,13 @@
     python -m bench.kernels.expert_requests --threads 15 --out docs/results/gpu/expert_requests.json
 
 A token's layer asks for some experts of the 35B-A3B shape. Between two requests the threads have as long as a
-GPU takes from a layer's experts to the next router. A line gives the time within the server, and the time
-from the request to the answer as a client that polls sees it.
+GPU takes from a layer's experts to the next router. Experts are expected one or two requests ahead, as by
+routers. A line gives the time within the server, and the time from the request to the answer as a client that
+polls sees it.
 """
 
 import argparse
+import itertools
 import shlex
 import statistics
 import sys
@@ -40,44 +42,53 @@ class Client:
         for _ in range(LAYERS):
             self.server.add_layer(*layer(EXPERTS))
 
-    def ask(self, number: int, ids: "np.ndarray[Any, Any]", *, is_expected: bool) -> float:
-        """Seconds until the experts of a layer are computed. is_expected: whether the server expects them."""
-        if is_expected:
-            words = (number + 1) << 16 | (ids + 1)
-            self.ahead[1:], self.ahead[0] = words[1:], words[0]
-        end = time.perf_counter() + PAUSE_S
-        while time.perf_counter() < end:
-            pass
+    def expect(self, number: int, ids: "np.ndarray[Any, Any]") -> None:
+        """Says what a later request will ask for, as the router of an earlier layer does."""
+        words = (number % LAYERS + 1) << 16 | (ids + 1)
+        self.ahead[1:], self.ahead[0] = words[1:], words[0]
+
+    def ask(self, number: int, ids: "np.ndarray[Any, Any]") -> float:
+        """Seconds until the experts of a layer are computed."""
         self.ids[0], self.done[0] = ids, 0
         begin = time.perf_counter()
-        self.request[0] = (number + 1) | 1 << 16
+        self.request[0] = (number % LAYERS + 1) | 1 << 16
         while self.done[0] == 0:
             pass
         return time.perf_counter() - begin
 
 
-def measure(num_threads: int, counts: Sequence[int], requests: int) -> Iterator[dict[str, Any]]:
-    """A row of the result for each number of experts, without and with expectations."""
+def pause() -> None:
+    """What a GPU takes from a layer's experts to the next router."""
+    end = time.perf_counter() + PAUSE_S
+    while time.perf_counter() < end:
+        pass
+
+
+def measure(
+    num_threads: int, counts: Sequence[int], ahead: Sequence[int], requests: int
+) -> Iterator[dict[str, Any]]:
+    """A row of the result for each number of experts, expected so many requests ahead; 0: not at all."""
     client, generator = Client(num_threads), np.random.default_rng(1)
     client.server.begin()
-    for count in counts:
-        for is_expected in (False, True):
-            seconds, before = [], client.server.work()
-            for number in range(requests):
-                ids = generator.choice(EXPERTS, RANKS, replace=False).astype(np.int32)
-                ids[count:] = -1
-                seconds.append(client.ask(number % LAYERS, ids, is_expected=is_expected))
-            within = sum(
-                after[2] - first[2] for after, first in zip(client.server.work(), before, strict=True)
-            )
-            yield {
-                "threads": num_threads,
-                "experts": count,
-                "is_expected": is_expected,
-                "server_us": 1e6 * within / requests,
-                "median_us": 1e6 * statistics.median(seconds),
-                "bytes_per_s": count * expert_bytes() * requests / within,
-            }
+    for count, distance in itertools.product(counts, ahead):
+        chosen = [generator.choice(EXPERTS, RANKS, replace=False).astype(np.int32) for _ in range(requests)]
+        for ids in chosen:
+            ids[count:] = -1
+        seconds, before = [], client.server.work()
+        for number, ids in enumerate(chosen):
+            pause()
+            if distance and number + distance < requests:
+                client.expect(number + distance, chosen[number + distance])
+            seconds.append(client.ask(number, ids))
+        within = sum(after[2] - first[2] for after, first in zip(client.server.work(), before, strict=True))
+        yield {
+            "threads": num_threads,
+            "experts": count,
+            "expected_ahead": distance,
+            "server_us": 1e6 * within / requests,
+            "median_us": 1e6 * statistics.median(seconds),
+            "bytes_per_s": count * expert_bytes() * requests / within,
+        }
     client.server.end()
     client.server.check()
 
@@ -86,13 +97,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=numbers, default=[15])
     parser.add_argument("--experts", type=numbers, default=[0, 1, 2, 3, 4, 6, 8])
+    parser.add_argument("--ahead", type=numbers, default=[0, 1, 2], help="requests; 0: unexpected")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="of these sources, where they are without their repository")
     options = parser.parse_args()
     rows = []
     for count in options.threads:
-        for row in measure(count, options.experts, options.requests):
+        for row in measure(count, options.experts, options.ahead, options.requests):
             rows.append(row)
             print(row, file=sys.stderr, flush=True)
     command = shlex.join(["python", "-m", "bench.kernels.expert_requests", *sys.argv[1:]])

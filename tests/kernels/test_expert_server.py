@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -165,6 +166,60 @@ def test_of_several_rows_an_expected_expert_is_right_once(rows: int) -> None:
     assert client.server.expected() == [(expected, right, asked)]
     client.server.end()
     client.server.check()
+
+
+def expert_bytes(size: int = F, types: Types = K_TYPES) -> int:
+    gate, up, down = types
+    return size * (gate.row_bytes(E) + up.row_bytes(E)) + E * down.row_bytes(size)
+
+
+def test_experts_of_later_layers_are_read_once_and_no_more_than_caches_hold() -> None:
+    client = Client(threads=1)
+    layers = [experts(seed=1), experts(seed=2), experts(seed=3, size=64 * F)]
+    for layer in layers:
+        client.server.add_layer(*layer)
+    client.server.begin()
+
+    def wait_for(num_bytes: int) -> int:
+        deadline = time.monotonic() + LIMIT_S
+        while (found := client.server.read_ahead_bytes()) < num_bytes:
+            assert time.monotonic() < deadline, f"{found} bytes were read, of {num_bytes}"
+        return found
+
+    one = expert_bytes()
+    client.expect(0, [3, -1, -1])
+    assert wait_for(one) == one
+    client.expect(1, [0, 2, -1])
+    x, ids = activations(5, 1, E), torch.tensor([[3, -1, -1]], dtype=torch.int32)
+    assert same_bits(client.ask(0, x, ids), plainly(client, x, ids, layers[0]))
+    assert wait_for(3 * one) == 3 * one, "a request interrupts, and what is left is read behind it"
+    client.expect(2, [0, 1, 2])
+    wait_for(3 * one + 1)
+    client.ask(1, x, ids)
+    client.server.end()
+    assert client.server.read_ahead_bytes() < 3 * one + RANKS * expert_bytes(64 * F)
+    client.server.check()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_guesses_two_layers_ahead_change_nothing(threads: int) -> None:
+    """Right and wrong ones, in any number of layers, with layers that nothing is asked of."""
+    client, layers = Client(threads), [experts(seed, (1 + seed % 3) * F) for seed in range(5)]
+    for layer in layers:
+        client.server.add_layer(*layer)
+    client.server.begin()
+    chosen = [random_ids(1, 0.3, seed) for seed in range(120)]
+    for step, ids in enumerate(chosen[:-2]):
+        wanted = chosen[step + 2] if step % 5 else random_ids(1, 0.3, seed=step)
+        client.expect((step + 2) % len(layers), wanted[0].tolist())
+        client.runtime.active_threads = 1 + step % threads
+        if step % 7 == 3:
+            continue
+        x, layer = activations(step, 1, E), step % len(layers)
+        assert same_bits(client.ask(layer, x, ids), plainly(client, x, ids, layers[layer]))
+    client.server.end()
+    client.server.check()
+    assert client.server.read_ahead_bytes() > 0
 
 
 def test_each_expected_expert_has_a_word() -> None:

@@ -381,6 +381,9 @@ class ExpertServer:
         (experts that the client expected, those of them that it asked for, all that it asked for with one row) of each layer so far.
         """
 
+    def read_ahead_bytes(self) -> int:
+        """Bytes of expected experts that were read ahead so far."""
+
     def work(self) -> list:
         """
         (requests, pairs, seconds from a request to its answer) of each layer so far.

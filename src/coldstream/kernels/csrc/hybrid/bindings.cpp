@@ -58,6 +58,7 @@ class BoundServer {
     }
     return layers;
   }
+  int64_t read_ahead_bytes() { return server_.read_ahead_bytes(); }
   nb::list work() {
     nb::list layers;
     for (const LayerWork& layer : server_.work()) {
@@ -115,6 +116,8 @@ void bind_hybrid(nb::module_& m) {
       .def("expected", &BoundServer::expected,
            "(experts that the client expected, those of them that it asked for, all that it asked for with "
            "one row) of each layer so far.")
+      .def("read_ahead_bytes", &BoundServer::read_ahead_bytes,
+           "Bytes of expected experts that were read ahead so far.")
       .def("work", &BoundServer::work,
            "(requests, pairs, seconds from a request to its answer) of each layer so far.")
       .def("check", &BoundServer::check,

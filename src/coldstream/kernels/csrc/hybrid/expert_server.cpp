@@ -28,7 +28,15 @@ constexpr auto linger = std::chrono::milliseconds(5);
 
 ExpertServer::ExpertServer(std::shared_ptr<ThreadPool> threads, const QuantKernels& kernels, Mailbox box,
                            bool is_prefill)
-    : threads_(std::move(threads)), kernels_(kernels), box_(box), is_prefill_(is_prefill), owner_(getpid()) {
+    : threads_(std::move(threads)),
+      kernels_(kernels),
+      box_(box),
+      is_prefill_(is_prefill),
+      owner_(getpid()),
+      ahead_(threads_->size()) {
+  read_ahead_.push_back(std::make_unique<ReadAheadOp>(ahead_, [request = box_.request] {
+    return std::atomic_ref(*request).load(std::memory_order_relaxed) != 0;
+  }));
   std::atomic_ref(*box_.request).store(0, std::memory_order_relaxed);
   std::atomic_ref(*box_.done).store(1, std::memory_order_release);
   SignalsBlocked blocked;
@@ -57,11 +65,6 @@ int ExpertServer::add_layer(const Weight& gate, const Weight& up, const Weight& 
     next.arriving.push_back(std::make_unique<PooledExpertsOp>(kernels_, args, from, box_.capacity));
   }
   next.num_experts = gate.num_matrices;
-  if (pool == nullptr && box_.ahead != nullptr) {
-    next.ahead.push_back(std::make_unique<ReadAheadOp>(gate, up, down, [request = box_.request] {
-      return std::atomic_ref(*request).load(std::memory_order_relaxed) != 0;
-    }));
-  }
   next.pool = std::move(pool);
   next.pool_layer = pool_layer;
   next.decode.push_back(std::make_unique<DecodeExpertsOp>(kernels_, args));
@@ -117,7 +120,7 @@ void ExpertServer::serve_requests() {
     }
     uint32_t found = 0;
     const auto look_for_work = [&] {
-      return (found = request.load(std::memory_order_acquire)) != 0 || is_expecting();
+      return (found = request.load(std::memory_order_acquire)) != 0 || is_expecting() || may_read_;
     };
     if (!spin(look_for_work, look)) continue;
     found != 0 ? answer(found) : read_ahead();
@@ -129,32 +132,39 @@ bool ExpertServer::is_expecting() const {
 }
 
 void ExpertServer::read_ahead() {
-  const auto said = [&](int rank) {
-    return std::atomic_ref(box_.ahead[rank]).load(std::memory_order_relaxed);
-  };
-  const uint32_t number = said(0) >> rows_shift;
-  int32_t ids[DecodeExpertsOp::max_pairs];
-  int count = 0;
   std::lock_guard lock(layers_lock_);
-  const bool exists = number >= 1 && number <= layers_.size();
-  for (int rank = 0; exists && rank < std::min(box_.num_ranks, DecodeExpertsOp::max_pairs); rank++) {
-    const uint32_t word = said(rank), id = (word & layer_mask) - 1;
-    // The client may be writing what it expects of the next layer.
-    if (word >> rows_shift == number && id < layers_[number - 1].num_experts) ids[count++] = id;
-  }
-  std::atomic_ref(*box_.ahead).store(0, std::memory_order_relaxed);
-  if (!exists) return;
-  Layer& of = layers_[number - 1];
-  of.expected_ids.assign(ids, ids + count);
-  expected_[number - 1].experts += count;
-  if (count == 0 || of.ahead.empty()) return;
-  static_cast<ReadAheadOp&>(*of.ahead.front()).expect(ids, count);
+  if (is_expecting()) note_expected();
+  may_read_ = false;
+  if (ahead_.is_empty()) return;
   try {
-    threads_->run(of.ahead, 1);
+    threads_->run(read_ahead_, 1);
   } catch (...) {
     std::lock_guard error_lock(error_lock_);
     if (!error_) error_ = std::current_exception();
   }
+}
+
+void ExpertServer::note_expected() {
+  const auto said = [&](int rank) {
+    return std::atomic_ref(box_.ahead[rank]).load(std::memory_order_relaxed);
+  };
+  const uint32_t number = said(0) >> rows_shift;
+  ExpertList list;
+  const bool exists = number >= 1 && number <= layers_.size();
+  for (int rank = 0; exists && rank < std::min(box_.num_ranks, ExpertList::max_experts); rank++) {
+    const uint32_t word = said(rank), id = (word & layer_mask) - 1;
+    // The client may be writing what it expects of the next layer.
+    if (word >> rows_shift == number && id < layers_[number - 1].num_experts) list.ids[list.count++] = id;
+  }
+  std::atomic_ref(*box_.ahead).store(0, std::memory_order_relaxed);
+  if (!exists) return;
+  std::sort(list.ids, list.ids + list.count);
+  Layer& of = layers_[number - 1];
+  of.expected_ids.assign(list.ids, list.ids + list.count);
+  expected_[number - 1].experts += list.count;
+  if (of.pool != nullptr) return;
+  const RoutedExpertsArgs& args = static_cast<DecodeExpertsOp&>(*of.decode.front()).args();
+  ahead_.expect(number - 1, args.gate, args.up, args.down, list);
 }
 
 // Of a request: each expert once, however many rows chose it.
@@ -181,6 +191,8 @@ void ExpertServer::answer(uint32_t found) {
     if (!error_) error_ = std::current_exception();
   }
   std::atomic_ref(*box_.done).store(1, std::memory_order_release);
+  ahead_.forget(layer);
+  may_read_ = !ahead_.is_empty();
 }
 
 void ExpertServer::compute(uint32_t layer, uint32_t rows) {
@@ -190,6 +202,7 @@ void ExpertServer::compute(uint32_t layer, uint32_t rows) {
     throw std::invalid_argument("a request for layer " + std::to_string(layer) + " and " +
                                 std::to_string(rows) + " rows, which the mailbox does not have");
   }
+  if (is_expecting()) note_expected();
   if (box_.ahead != nullptr) count_expected(layer, rows);
   const auto& of = layers_[layer];
   of.pool == nullptr ? compute(of, static_cast<int>(rows)) : compute_pooled(of, static_cast<int>(rows));
@@ -229,6 +242,11 @@ void ExpertServer::compute_pooled(const Layer& of, int rows) {
 std::vector<Expected> ExpertServer::expected() {
   std::lock_guard lock(layers_lock_);
   return expected_;
+}
+
+int64_t ExpertServer::read_ahead_bytes() {
+  std::lock_guard lock(layers_lock_);
+  return ahead_.num_bytes();
 }
 
 std::vector<LayerWork> ExpertServer::work() {

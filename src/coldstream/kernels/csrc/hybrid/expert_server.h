@@ -6,8 +6,8 @@
 // error the rows are undefined and `check` throws.
 //
 // In `ahead` the client may say which experts a later layer will probably ask for: at each rank, layer + 1 <<
-// 16 | id + 1, or layer + 1 << 16 for none. While nothing is asked for, the server reads those into its
-// caches and sets the first word to 0. What is said there is never needed and may be wrong.
+// 16 | id + 1, or layer + 1 << 16 for none. The server sets the first word to 0 and reads those into its
+// caches while nothing is asked for. What is said there is never needed and may be wrong.
 //
 // Experts of a layer are read where they are mapped, or lie in a pool, into which the server has the missing
 // ones read from their file while it computes the others.
@@ -73,6 +73,7 @@ class ExpertServer {
 
   std::vector<LayerWork> work();
   std::vector<Expected> expected();
+  int64_t read_ahead_bytes();
 
   // Throws the first error since the last call: ModelChangedError, ForkedError, std::invalid_argument.
   void check();
@@ -83,6 +84,7 @@ class ExpertServer {
   void answer(uint32_t request);
   bool is_expecting() const;
   void read_ahead();
+  void note_expected();
   void count_expected(uint32_t layer, uint32_t rows);
   void compute(uint32_t layer, uint32_t rows);
 
@@ -99,8 +101,7 @@ class ExpertServer {
     std::shared_ptr<ExpertPool> pool;
     int pool_layer;
     int64_t num_experts;
-    Ops ahead;                          // a ReadAheadOp, or none over a pool
-    std::vector<int32_t> expected_ids;  // that `ahead` was to read last
+    std::vector<int32_t> expected_ids;  // last
   };
   int64_t num_pairs(int rows) const;
   void compute(const Layer& of, int rows);
@@ -108,6 +109,9 @@ class ExpertServer {
   std::vector<Layer> layers_;
   std::vector<LayerWork> work_;
   std::vector<Expected> expected_;
+  ReadAhead ahead_;        // of layers whose experts are mapped
+  Ops read_ahead_;         // a ReadAheadOp
+  bool may_read_ = false;  // whether `ahead_` may have something left to read
   std::mutex error_lock_;
   std::exception_ptr error_;
   std::atomic<uint32_t> phase_{idle};

@@ -8,43 +8,7 @@ namespace coldstream {
 
 namespace {
 
-constexpr int64_t max_slice = 64;  // weight rows of a task; bounds the values kept in private memory
-constexpr int64_t slice_multiple = 4;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// The tasks of a stage: as many weight rows of all jobs for each worker, one after the other, in one part for
-// few jobs and in two for more, so that the others can help a worker that is late.
-class Slices {
- public:
-  Slices(int num_jobs, int64_t num_rows, int num_workers)
-      : num_rows_(num_rows),
-        units_of_job_(ceil_div(num_rows, slice_multiple)),
-        units_(num_jobs * units_of_job_) {
-    const int64_t fewest = ceil_div(units_ * slice_multiple, num_workers * max_slice);
-    const int64_t parts = num_workers * std::max<int64_t>(num_jobs <= 2 ? 1 : 2, fewest);
-    num_tasks_ = std::min(parts, ceil_div(units_, least_units));
-  }
-
-  // Calls visit(job, begin, end) for the rows that this worker takes, at most max_slice, until one returns
-  // false.
-  template <typename F>
-  void for_each(Worker& w, F&& visit) const {
-    for (int64_t task = w.take_near(num_tasks_); task < num_tasks_; task = w.take_near(num_tasks_)) {
-      const int64_t end = (task + 1) * units_ / num_tasks_;
-      for (int64_t unit = task * units_ / num_tasks_, next; unit < end; unit = next) {
-        const int64_t job = unit / units_of_job_, first = job * units_of_job_;
-        next = std::min(end, first + units_of_job_);
-        const int64_t last_row = std::min((next - first) * slice_multiple, num_rows_);
-        if (!visit(job, (unit - first) * slice_multiple, last_row)) return;
-      }
-    }
-  }
-
- private:
-  static constexpr int64_t least_units = 2;
-  int64_t num_rows_, units_of_job_, units_, num_tasks_;
-};
+constexpr int64_t max_slice = ExpertSlices::max_slice;
 
 // The rows that a worker quantised last, in the forms that its weights need.
 class LastRows {
@@ -138,9 +102,9 @@ void DecodeExpertsOp::gate_up(int rows, Worker& w) const {
   auto* memory = reinterpret_cast<std::byte*>(values + 2 * gemv_max_rows * max_slice);
   auto* hidden = reinterpret_cast<float*>(w.shared->data());
   LastRows last(kernels_, x_forms_, args_.gate.num_cols, w.memory->data(), row_bytes());
-  const Slices slices(found.num_jobs, size, w.count);
-  slices.for_each(w, [&](int64_t i, int64_t begin, int64_t end) {
-    const Job& next = found.jobs[i];
+  const ExpertSlices slices(found.num_jobs, size, w.count);
+  slices.for_each(w, [&](const ExpertSlices::Rows& rows) {
+    const Job& next = found.jobs[rows.job];
     const Pair* pairs = found.pairs + next.first;
     const float* x[gemv_max_rows];
     float *gate[gemv_max_rows], *up[gemv_max_rows];
@@ -149,12 +113,11 @@ void DecodeExpertsOp::gate_up(int rows, Worker& w) const {
       gate[r] = values + r * max_slice;
       up[r] = values + (gemv_max_rows + r) * max_slice;
     }
-    last.multiply(slice_of(args_.gate, pairs->expert, begin, end), x, gate, next.count, memory);
-    last.multiply(slice_of(args_.up, pairs->expert, begin, end), x, up, next.count, memory);
+    last.multiply(slice_of(args_.gate, pairs->expert, rows.begin, rows.end), x, gate, next.count, memory);
+    last.multiply(slice_of(args_.up, pairs->expert, rows.begin, rows.end), x, up, next.count, memory);
     for (int r = 0; r < next.count; r++) {
-      kernels_.swiglu(gate[r], up[r], end - begin, hidden + (next.first + r) * size + begin);
+      kernels_.swiglu(gate[r], up[r], rows.end - rows.begin, hidden + (next.first + r) * size + rows.begin);
     }
-    return true;
   });
 }
 
@@ -164,46 +127,19 @@ void DecodeExpertsOp::down(int rows, Worker& w) const {
   auto* memory = w.memory->data() + gemv_max_rows * (row_bytes() + 2 * max_slice * sizeof(float));
   const auto* hidden = reinterpret_cast<const float*>(w.shared->data());
   LastRows last(kernels_, h_forms_, cols, w.memory->data(), row_bytes());
-  const Slices slices(found.num_jobs, args_.down.num_rows, w.count);
-  slices.for_each(w, [&](int64_t i, int64_t begin, int64_t end) {
-    const Job& next = found.jobs[i];
+  const ExpertSlices slices(found.num_jobs, args_.down.num_rows, w.count);
+  slices.for_each(w, [&](const ExpertSlices::Rows& rows) {
+    const Job& next = found.jobs[rows.job];
     const Pair* pairs = found.pairs + next.first;
     const float* h[gemv_max_rows];
     float* out[gemv_max_rows];
     for (int r = 0; r < next.count; r++) {
       h[r] = hidden + (next.first + r) * cols;
-      out[r] =
-          args_.out + pairs[r].row * args_.out_row_stride + pairs[r].rank * args_.out_rank_stride + begin;
+      out[r] = args_.out + pairs[r].row * args_.out_row_stride + pairs[r].rank * args_.out_rank_stride +
+               rows.begin;
     }
-    last.multiply(slice_of(args_.down, pairs->expert, begin, end), h, out, next.count, memory);
-    return true;
+    last.multiply(slice_of(args_.down, pairs->expert, rows.begin, rows.end), h, out, next.count, memory);
   });
-}
-
-void ReadAheadOp::expect(const int32_t* ids, int count) {
-  std::copy_n(ids, count, ids_);
-  std::sort(ids_, ids_ + count);
-  count_ = count;
-}
-
-void ReadAheadOp::run(int stage, int /*rows*/, Worker& w) {
-  const auto read = [&](const Weight& weight, int64_t i, int64_t begin, int64_t end) {
-    return read_ahead(weight.row(ids_[i], begin), static_cast<size_t>((end - begin) * weight.row_bytes));
-  };
-  const Slices slices(count_, stage == 0 ? gate_.num_rows : down_.num_rows, w.count);
-  slices.for_each(w, [&](int64_t i, int64_t begin, int64_t end) {
-    return stage == 0 ? read(gate_, i, begin, end) && read(up_, i, begin, end) : read(down_, i, begin, end);
-  });
-}
-
-bool ReadAheadOp::read_ahead(const uint8_t* from, size_t num_bytes) const {
-  constexpr size_t line = 64, at_once = 64 * line;
-  for (size_t first = 0; first < num_bytes; first += at_once) {
-    if (is_ended_()) return false;
-    const size_t end = std::min(first + at_once, num_bytes);
-    for (size_t i = first; i < end; i += line) __builtin_prefetch(from + i, 0, 2);
-  }
-  return true;
 }
 
 }  // namespace coldstream
