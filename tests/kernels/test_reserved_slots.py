@@ -96,6 +96,27 @@ def test_what_was_delivered_is_computed_without_the_disk(file: ExpertFile) -> No
     assert pool.count()[:2] == (3, 0)
 
 
+@pytest.mark.parametrize("num_staging", [1, 2, 3])
+def test_slots_for_staging_are_not_reserved(file: ExpertFile, num_staging: int) -> None:
+    pool = file.pool(NUM_SLOTS, num_staging)
+    found = [pool.reserve(0, expert, NUM_SLOTS) for expert in range(NUM_SLOTS)]
+    assert [each is not None for each in found] == [i < NUM_SLOTS - num_staging for i in range(NUM_SLOTS)]
+
+
+def test_an_expert_that_a_step_has_read_meanwhile_stays_where_it_is(file: ExpertFile) -> None:
+    pool, runtime = file.pool(NUM_SLOTS, 1), _csrc.Runtime(1)
+    found = pool.reserve(0, 1, 0)
+    assert found is not None
+    slot, addresses = found
+    pool.begin_step(False)
+    ids, x = torch.tensor([[1]], dtype=torch.int32), activations(1, 1, E)
+    file.run(runtime, pool, 0, x, ids)
+    write(file, 1, addresses, is_whole=True)
+    pool.deliver(0, 1, slot, True)
+    assert pool.owners(0).tolist().count(1) == 1
+    assert pool.owners(0)[slot] == -1
+
+
 def test_what_is_not_reserved_is_refused(file: ExpertFile) -> None:
     pool = file.pool(4, 1)
     pool.begin_step(False)
