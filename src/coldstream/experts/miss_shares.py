@@ -17,7 +17,7 @@ from coldstream.experts.bus_tilt import BusTilt
 from coldstream.experts.cpu_threads import CpuThreads
 from coldstream.experts.decode import DecodeExperts
 from coldstream.experts.gpu_statistics import MissShareStatistics, StepSums
-from coldstream.experts.prefetch import Recall
+from coldstream.experts.prefetch import GuessCounter, Recall
 from coldstream.kernels.cuda.staged import ReadBack, StagedRing
 from coldstream.kernels.experts.shapes import MAX_RANKS
 from coldstream.kernels.experts.split import BY_MISSES, MAX_NS, MissTimes
@@ -211,8 +211,8 @@ class StampsOfAStep(NamedTuple):
 class StampedShares:
     """Moves the times that routers of `decode` read. work: what the CPU did, see `ExpertServer.work`.
 
-    num_layers: that may miss an expert. guesses: see `Seen`, if there are any. `launched` and `ended` are
-    called for each step.
+    num_layers: that may miss an expert. guesses: counts those at missing experts, if there are any.
+    `launched` and `ended` are called for each step.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class StampedShares:
         shares: MissShares,
         work: Callable[[], CpuWork],
         num_layers: int,
-        guesses: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        guesses: GuessCounter | None = None,
     ) -> None:
         self._work, self._num_layers, self._shares, self._guesses = work, num_layers, shares, guesses
         self._stamps = ReadBack(decode.stamps)
@@ -244,7 +244,8 @@ class StampedShares:
         """The step has ended, and the copy of its stamps with it."""
         sums, bus_pairs = parse_stamps(step.stamps[: self._num_layers])
         work = np.array(self._work(), np.float64).T
-        seen = Seen(work, sums.copy(), bus_pairs.copy(), self._guesses())
+        guesses = self._guesses.missing if self._guesses else (0, 0)
+        seen = Seen(work, sums.copy(), bus_pairs.copy(), guesses)
         if step.is_first:
             self._shares.begin(seen)
         elif self._shares.learn(seen):

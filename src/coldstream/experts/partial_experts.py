@@ -207,8 +207,8 @@ class PartialExperts:
             shares = MissShares(
                 times, self.host.ops.threads, self._controls, copies_ahead=decode.copies_ahead
             )
-            work, guesses = self.host.server.work, lambda: self._guesses.missing if self._guesses else (0, 0)
-            self._shares = StampedShares(decode, shares, work, num_layers, guesses)
+            work = self.host.server.work
+            self._shares = StampedShares(decode, shares, work, num_layers, self._guesses)
 
     def set_times(self, times: MissTimes) -> None:
         """Has missing experts divided by these times, and no longer by the plan's or what steps took. If
