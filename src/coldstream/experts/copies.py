@@ -97,8 +97,13 @@ class DirectCopies:
         if after is not None:
             self._stream.wait_event(after)
         begun = _recorded(self._stream)
-        copy_to_device(copies, target, self._stream)
-        return Transfer(num_bytes_of(copies), Arrival(_recorded(self._stream), begun))
+        try:
+            copy_to_device(copies, target, self._stream)
+            return Transfer(num_bytes_of(copies), Arrival(_recorded(self._stream), begun))
+        except BaseException:
+            with suppress(DeviceError):  # the first error is the one to tell
+                self._stream.synchronize()
+            raise
 
     def close(self) -> None:
         self._stream.synchronize()

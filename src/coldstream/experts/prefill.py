@@ -302,8 +302,14 @@ class ExpertStream:
         """Queues the copy of a group into the next buffer, behind the last reader of that buffer."""
         buffer = self._ring.take()
         held = self._host.hold(layer, experts)
-        copies = self._layers[layer].copies(experts, held)
-        transfer = self._copies_for(layer, copies).begin(copies, self._address(buffer), self._read[buffer])
+        try:
+            copies = self._layers[layer].copies(experts, held)
+            transfer = self._copies_for(layer, copies).begin(
+                copies, self._address(buffer), self._read[buffer]
+            )
+        except BaseException:
+            self._host.release(layer, held)
+            raise
         self._waiting.append(_BegunGroup(experts, buffer, transfer))
         self._moving.append(_Moving(self._host, layer, held, transfer))
 

@@ -3,7 +3,9 @@
 import ctypes
 from collections import Counter, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cuda.bindings")
 
+from cuda.bindings import driver
 from residency_cases import (
     LAYERS,
     NUM_EXPERTS,
@@ -25,8 +28,10 @@ from residency_cases import (
 )
 
 from coldstream.errors import DeviceError
+from coldstream.experts.slots import residency
 from coldstream.experts.slots.cache import ExpertCache
 from coldstream.experts.slots.residency import ExpertResidency, _ExpertAddresses
+from coldstream.kernels.cuda import host_memory
 from coldstream.kernels.cuda.staged import ReadBack
 from coldstream.kernels.experts.addresses import AddressWriter
 from coldstream.kernels.experts.shapes import MATRICES
@@ -337,6 +342,54 @@ def test_ex04_experts_that_leave_their_slots_come_back_to_a_pool(
         for _ in range(3):
             steps.step()  # whose copies may be under way at the end
     assert not pool.is_waiting
+
+
+@any_schedule
+@given(seed=seeds)
+def test_ex01_an_expert_that_cannot_come_back_is_no_error(seed: int) -> None:
+    """Its place in the pool is free again, and the file has its bytes."""
+    rng, pool, num_refused = np.random.default_rng(seed), SmallPool(9, seed), 0
+
+    def to_host(*arguments: Any) -> driver.CUresult:
+        nonlocal num_refused
+        if rng.random() < 0.3:
+            num_refused += 1
+            return driver.CUresult.CUDA_ERROR_INVALID_VALUE
+        return host_memory.to_host(*arguments)
+
+    with patch.object(residency, "to_host", to_host), steps_of(ONE_SEGMENT, seed, pool=pool) as steps:
+        for _ in range(20):
+            steps.step()
+            steps.device.synchronize()
+        for _ in range(5):
+            steps.step(trains=False)
+            steps.device.synchronize()
+        assert not pool.is_waiting
+        assert num_refused or not steps.residency.cache.counters.evictions.any()
+
+
+@any_schedule
+@given(seed=seeds)
+def test_ex01_what_fails_behind_a_step_of_the_cache_leaves_the_next_one_sound(seed: int) -> None:
+    pool = SmallPool(9, seed)
+    with steps_of(ONE_SEGMENT, seed, pool=pool) as steps:
+        for number in range(20):
+            room_for = pool.room_for
+            if number % 4 == 3:
+                pool.room_for = interrupted  # type: ignore[method-assign, assignment]
+            with suppress(KeyboardInterrupt):
+                steps.step()
+            pool.room_for = room_for  # type: ignore[method-assign]
+            steps.device.synchronize()
+        for _ in range(5):
+            steps.step(trains=False)  # admits no expert
+            steps.device.synchronize()
+        in_slots = steps.residency.cache._slot >= 0
+        assert np.array_equal(steps.residency.resident.reshape(-1), in_slots), "no copy is under way for ever"
+
+
+def interrupted(layer: int, expert: int) -> None:
+    raise KeyboardInterrupt
 
 
 @any_schedule

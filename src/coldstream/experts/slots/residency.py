@@ -71,7 +71,7 @@ class ExpertResidency:
         self._writer = AddressWriter(MATRICES * self.num_slots)
         self.resident = np.zeros((len(layers), len(layers[0][0].addresses)), bool)  # for the next step
         self._failure: DeviceError | None = None  # of a copy, not yet raised
-        self._next_step = self._begin_step()
+        self._begin_step()
         self._running: deque[int] = deque()  # steps that have begun, for which `ended` was not called
         self._ended: deque[tuple[int, Array | None]] = deque()  # steps to finish, and what they used
 
@@ -91,7 +91,7 @@ class ExpertResidency:
             self._note_copied()
         # The step that was prepared is ended unused, so that the next one has these experts in its tables.
         self.cache.finish_step(self._next_step, NOTHING, trains=False)
-        self._next_step = self._begin_step()
+        self._begin_step()
         self._raise_failure()
 
     def start_step(self) -> None:
@@ -117,7 +117,7 @@ class ExpertResidency:
         try:
             self._finish_ended()
         finally:  # also after an error of the policy each launch has a step of its own
-            self._next_step = self._begin_step()
+            self._begin_step()
         self._raise_failure()
 
     def shrink(self) -> int:
@@ -134,7 +134,7 @@ class ExpertResidency:
         self._finish_ended()
         # The next launch, of the same step or another one, has new tables, so to the cache it is a new step.
         self.cache.finish_step(self._next_step, NOTHING, trains=False)
-        self._next_step = self._begin_step()
+        self._begin_step()
         if self._running:
             self._running[-1] = self._next_step
         self._stream.synchronize()  # experts of these slots may be on their way back to the pool
@@ -162,45 +162,53 @@ class ExpertResidency:
             used = NOTHING if ids is None else self._experts_of(ids)
             self.cache.finish_step(step, used, trains=ids is not None)
 
-    def _begin_step(self) -> int:
-        """Starts the next step of the cache, with its copies and table entries. Returns its number."""
+    def _begin_step(self) -> None:
+        """Starts the next step of the cache, with its copies and table entries."""
         self._note_copied()
         start = self.cache.start_step()
+        self._next_step = start.step  # whatever fails behind it: the cache has started this step
         self.resident.reshape(-1)[start.withdrawn] = False
         self.resident.reshape(-1)[start.arrived] = True
         if self._pool is not None:
             self._pool.order(self.cache.scores, self.resident.reshape(-1))
-        if start.copies or start.withdrawn.size:
+        has_copies = bool(start.copies) or start.withdrawn.size > 0
+        if has_copies:
             self._stream.wait_stream(streams.current_stream())
-            self._send_back(start)  # before other experts are copied into their slots
-            self._begin(start.copies)
         if start.arrived.size + start.withdrawn.size:
             self._writer.write(*self._addresses.entries(start.arrived, start.slots, start.withdrawn))
-        return start.step
+        if has_copies:
+            try:
+                self._send_back(start)  # before other experts are copied into their slots
+            except BaseException:
+                for copy in start.copies:
+                    self.cache.drop(copy)
+                raise
+            self._begin(start.copies)
 
     def _send_back(self, start: StepStart) -> None:
         """Queues copies of the experts that leave their slots to places in the pool."""
         if self._pool is None:
             return
-        rooms = []
-        for expert, slot in zip(start.withdrawn.tolist(), start.left.tolist(), strict=True):
-            room = self._pool.room_for(*divmod(expert, self.num_experts))
-            if room is not None:
-                rooms.append((room, self._queue_back(room, expert, slot)))
-        if rooms:
-            event = streams.Event()
-            event.record(self._stream)
-            self._in_flight.append(_QueuedCopies((), (), tuple(rooms), event))
+        rooms: dict[Room, bool] = {}  # and whether all of its copies are queued
+        event = streams.Event()
+        try:
+            for expert, slot in zip(start.withdrawn.tolist(), start.left.tolist(), strict=True):
+                room = self._pool.room_for(*divmod(expert, self.num_experts))
+                if room is not None:
+                    rooms[room] = False
+                    rooms[room] = self._queue_back(room, expert, slot)
+        finally:
+            if rooms:
+                event.record(self._stream)
+                self._in_flight.append(_QueuedCopies((), (), tuple(rooms.items()), event))
 
     def _queue_back(self, room: Room, expert: int, slot: int) -> bool:
-        """Whether all copies could be queued. Keeps the error of one that could not."""
+        """Whether all copies could be queued. An expert of which some could not stays on the disk."""
         sources, sizes = self._addresses.of_slot(expert, slot)
-        for target, source, size in zip(room.addresses, sources, sizes, strict=True):
-            status = to_host(target, source, size, self._stream)
-            if status != driver.CUresult.CUDA_SUCCESS:
-                self._failure = DeviceError(f"an expert cannot come from the GPU: {_described(status)}")
-                return False
-        return True
+        return all(
+            to_host(target, source, size, self._stream) == driver.CUresult.CUDA_SUCCESS
+            for target, source, size in zip(room.addresses, sources, sizes, strict=True)
+        )
 
     def _note_copied(self) -> None:
         """Takes note of copies that have ended."""

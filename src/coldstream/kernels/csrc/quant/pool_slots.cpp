@@ -151,9 +151,12 @@ int ExpertPool::take_in_order(SizeClass& of, bool spare_used, size_t end) {
 }
 
 int ExpertPool::take_any(SizeClass& of) {
-  for (int i = 0; i < of.num_slots; i++) {
-    of.hand = (of.hand + 1) % of.num_slots;
-    if (may_overwrite(of.slots[of.hand])) return of.hand;
+  for (const bool spare_used : {true, false}) {
+    for (int i = 0; i < of.num_slots; i++) {
+      of.hand = (of.hand + 1) % of.num_slots;
+      const Slot& from = of.slots[of.hand];
+      if (may_overwrite(from) && !(spare_used && from.used_step == step_)) return of.hand;
+    }
   }
   return -1;
 }

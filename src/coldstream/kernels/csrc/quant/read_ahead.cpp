@@ -38,9 +38,10 @@ void ReadAhead::expect(uint32_t layer, const Weight& gate, const Weight& up, con
 }
 
 void ReadAhead::forget(uint32_t layer) {
-  const Layer* found =
-      std::find_if(layers_, layers_ + count_, [&](const Layer& each) { return each.number == layer; });
-  if (found != layers_ + count_) forget_first(static_cast<int>(found - layers_) + 1);
+  // From the back: what an earlier token's layer expected may still be there, as nobody asked for it.
+  for (int i = count_; i > 0; i--) {
+    if (layers_[i - 1].number == layer) return forget_first(i);
+  }
 }
 
 int64_t ReadAhead::num_bytes() const {
