@@ -57,3 +57,10 @@ def test_what_was_gained_may_be_lost_but_not_all_of_a_long_text() -> None:
         take(bound, (2.0, 1.0))
         lost += 1
     assert 15 <= lost <= 18
+
+
+def test_a_draft_that_stood_still_ends_drafts_for_some_hundred_steps_at_most() -> None:
+    for seconds in (0.5, 5.0, 3600.0):
+        bound = after_twelve_steps()
+        take(bound, (seconds / PLAIN_S, 4.0))
+        assert 0 <= bound.num_steps_until_any(PLAIN_S) <= 600

@@ -15,6 +15,7 @@ from typing import Final
 _SHARE: Final = 0.005  # of the time so far
 _STAKE_STEPS: Final = 3.0
 _MOST_STEPS: Final = 16.0  # what is saved at most
+_STALL_STEPS: Final = 20.0  # a draft that loses more stood still for another reason, as for a disk
 
 
 class LossBound:
@@ -34,8 +35,9 @@ class LossBound:
         self._keep(_SHARE * seconds, plain_s)
 
     def gained(self, gain_s: float, plain_s: float) -> None:
-        """A draft brought so much, less than 0 if it lost."""
-        self._keep(gain_s, plain_s)
+        """A draft brought so much, less than 0 if it lost. One that stood still counts as the stake."""
+        has_stalled = gain_s < -_STALL_STEPS * plain_s - self.first_use_s
+        self._keep(-_STAKE_STEPS * plain_s if has_stalled else gain_s, plain_s)
 
     def affords(self, seconds: float) -> bool:
         """Whether so much may be lost."""

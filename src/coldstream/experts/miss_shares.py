@@ -108,7 +108,10 @@ class MissShares:
         return has_moved or self._fetches != fetches_before
 
     def _by_fetches(self) -> tuple[int, ...]:
-        return () if self._recall is None else self.times.by_fetches(MAX_RANKS, self._recall.share)
+        if self._recall is None:
+            return ()
+        times, recall = self.times, self._recall.share
+        return *times.by_fetches(MAX_RANKS, recall), *times.by_shared_fetches(MAX_RANKS, recall)
 
     def _learn_times(self, before: Seen, seen: Seen) -> bool:
         """Of `learn`."""

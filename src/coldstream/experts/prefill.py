@@ -169,6 +169,7 @@ class ExpertStream:
         """Waits for all copies into the ring, also of a failed step. Then the ring is free for others."""
         for moving in self._moving:
             moving.finish()
+        self._side.synchronize()  # a failed step may have queued a copy of what the CPU was to compute
 
     def close(self) -> None:
         """Waits for all copies and ends their threads."""

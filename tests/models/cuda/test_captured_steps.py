@@ -4,11 +4,13 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
-from coldstream.errors import OutOfMemoryError
+from coldstream.errors import DeviceError, OutOfMemoryError
+from coldstream.kernels.cuda.runtime.graphs import Pieces, recording
 from coldstream.models.cuda.capacity import MAX_GRAPHS
 from coldstream.models.cuda.graphs import GRAPHS_OF_PIECES, CapturedStep, CapturedSteps
 from host_driver import HostDriver
@@ -145,3 +147,42 @@ def test_a_capture_without_memory_is_tried_again_if_room_was_made(monkeypatch: p
     steps.refused = 1
     assert steps.run(1) == 1
     assert (steps.asked, steps.captured) == (2, [1])
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_step_in_pieces_that_failed_has_not_run() -> None:
+    """It is not recorded next, as its kernels may not be there."""
+    steps, in_a_recording = CapturedSteps(), list[bool]()
+
+    def run(*, fails: bool) -> None:
+        def step() -> None:
+            in_a_recording.append(recording() is not None)
+            if fails:
+                raise DeviceError("a step that fails")
+
+        steps.run_in_pieces(("step", 0), 0, step, lambda outputs: outputs)
+
+    with pytest.raises(DeviceError):
+        run(fails=True)
+    run(fails=False)
+    run(fails=False)
+    assert in_a_recording == [False, False, True]
+
+
+@pytest.mark.usefixtures("driver")
+def test_steps_in_pieces_are_not_recorded_again_once_there_was_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps, recorded = CapturedSteps(), list[int]()
+
+    def record(step: Callable[[], object]) -> object:
+        recorded.append(1)
+        raise OutOfMemoryError("no memory for a graph")
+
+    monkeypatch.setattr(Pieces, "record", record)
+    run = partial(steps.run_in_pieces, ("step", 0), 0, lambda: 7, lambda outputs: outputs)
+    assert run() == 7
+    with pytest.raises(OutOfMemoryError):
+        run()
+    assert [run(), run()] == [7, 7]
+    assert recorded == [1]

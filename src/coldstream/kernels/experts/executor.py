@@ -22,8 +22,8 @@ class Executor(Protocol):
 
     Both methods queue work on the current stream (`kernels/cuda/runtime/streams.py`), where the product's
     launchers put it. PyTorch's operations have a current stream of their own: give them this one. In a step
-    of decode the work is captured in a graph and replayed without a call. The weights of a layer are the same
-    objects in every call.
+    of decode the work is captured in a graph and replayed without a call. Long steps are not, if the executor
+    is a caller's. The weights of a layer are the same objects in every call.
     """
 
     def route(self, x: "Activations", weights: RouterWeights, experts: ExpertWeights) -> Routing:

@@ -48,6 +48,7 @@ class CapturedSteps:
         self.num_captured = 0
         self.is_put_off = False
         self._is_early = is_early
+        self._has_room_for_pieces = True
         self._has_run: dict[Key, None] = {}  # once, without a graph; the last ones
         self._graphs: dict[Key, CapturedStep] = {}  # in order of their last use
 
@@ -82,7 +83,8 @@ class CapturedSteps:
         """As `run`, of a step in which the host acts. The second one for `key` is recorded while it runs.
 
         form: what its launches depend on besides; those of any form launch the same kernels. Raises as
-        `step` and the recording, after which the step has run in part.
+        `step` and the recording, after which the step has run in part. After a recording that found no memory
+        none is tried again.
         """
         of_form = key[0], (key[1], form)
         captured = self._taken(of_form)
@@ -90,10 +92,16 @@ class CapturedSteps:
             captured.graph.launch()
             return captured.outputs
         self.num_captured += 1
-        if self.is_put_off or not self._is_second(key):
-            return step()
+        if self.is_put_off or not self._has_room_for_pieces or key not in self._has_run:
+            outputs = step()
+            self._is_second(key)
+            return outputs
         self._make_place(GRAPHS_OF_PIECES)
-        pieces, outputs = Pieces.record(step)
+        try:
+            pieces, outputs = Pieces.record(step)
+        except OutOfMemoryError:
+            self._has_room_for_pieces = False  # such steps run without graphs from now on
+            raise
         self._graphs[of_form] = CapturedStep(pieces, without_memory(outputs))
         return outputs
 
@@ -105,7 +113,7 @@ class CapturedSteps:
         return captured
 
     def _is_second(self, key: Key) -> bool:
-        """Whether such a step has run before; notes that it does now."""
+        """Whether such a step had run before; notes that it has run now."""
         is_second = key in self._has_run
         if not is_second and len(self._has_run) == MAX_GRAPHS:
             del self._has_run[next(iter(self._has_run))]
@@ -115,7 +123,11 @@ class CapturedSteps:
     def _make_place(self, weight: int) -> None:
         """Frees graphs until there is room for one more of this weight."""
         while sum(each.weight for each in self._graphs.values()) + weight > MAX_GRAPHS:
-            del self._graphs[next(iter(self._graphs))]
+            key = next(iter(self._graphs))
+            if isinstance(self._graphs.pop(key).graph, Pieces):
+                name, of_form = key
+                assert isinstance(of_form, tuple), "a shape and a form"
+                self._has_run.pop((name, of_form[0]), None)  # so that shapes in turn are not always recorded
 
     def clear(self) -> None:
         """Frees all graphs."""

@@ -429,7 +429,8 @@ class CudaRunner(ModelRunner):
     def _shared_out_by_host(self, shape: StepShape) -> Activations:
         """Hidden states of a step too long for a captured graph."""
         try:
-            if not self.limits.is_recorded(shape.num_rows):
+            ops = self._loaded.ops
+            if not self.limits.is_recorded(shape.num_rows) or ops.executor is not ops.model_executor:
                 return self._loaded.step(shape)
             assert self._partial_experts is not None, "nothing else is shared out by the host"
             step, form = partial(self._loaded.kept_step, shape), self._partial_experts.form

@@ -102,7 +102,11 @@ class Recording:
 
     def _begin(self) -> None:
         begin_deferring()
-        self._builder = _begun(self._stream)
+        try:
+            self._builder = _begun(self._stream)
+        except BaseException:
+            end_deferring()
+            raise
 
     def _end(self) -> None:
         """Completes a piece and launches it."""
