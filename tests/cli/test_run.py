@@ -27,7 +27,7 @@ from coldstream.cli.text_input import MAX_TEXT_BYTES
 from coldstream.engine import Stream, open_model
 from coldstream.engine.opened_model import FirstPrompt, OpenedModel
 from coldstream.gguf.quant_types import QuantType
-from coldstream.placement import hardware
+from coldstream.kernels import memory_readers
 from coldstream.placement.hardware import Hardware
 from coldstream.planning import machine
 from coldstream.planning.machine import LateRates, rates_are_known
@@ -376,7 +376,7 @@ def test_ctrl_c_while_the_machine_is_measured_leaves_nothing_half_done(
     monkeypatch.setattr(machine, "measure_product_rates", lambda threads: ((1e9,) * 3,) * len(QuantType))
     clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=interrupt)
     module, name, found = {
-        "reading": (hardware, "time", clock),
+        "reading": (memory_readers, "time", clock),
         "multiplying": (machine, "measure_product_rates", interrupt),
         "writing": (files.os, "fsync", interrupt),
         "written": (files, "sync_folder", interrupt),

@@ -55,7 +55,7 @@ def test_a_model_that_is_refused_leaves_no_process_of_its_template(
     path.write_text(SOURCE)
     before, during = children.read_text(), list[str]()
 
-    def refuse(*of: object) -> None:
+    def refuse(*of: object, **named: object) -> None:
         during.append(children.read_text())
         raise OutOfMemoryError("no room for drafts")
 

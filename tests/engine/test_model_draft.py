@@ -160,7 +160,7 @@ def test_one_that_does_not_fit_is_closed(model: str, tmp_path: Path) -> None:
 def test_one_that_cannot_be_loaded_is_left_out_only_where_it_was_not_asked_for(
     model: str, drafter: str, monkeypatch: pytest.MonkeyPatch, kind: type[ColdstreamError], message: str
 ) -> None:
-    def fails(*arguments: object) -> None:
+    def fails(*arguments: object, **named: object) -> None:
         raise kind(message)
 
     monkeypatch.setattr(opened_model, "open_speculation", fails)

@@ -1,10 +1,13 @@
 """The launches of a streamed group, as a forecast counts them, are those of the product."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 
 from bench.kernels.gpu_types import activations, weight_bytes
-from coldstream.experts.prefill import PrefillExperts, StagedGroup, _LayerWork
+from coldstream.experts.prefill import PrefillExperts, StagedGroup
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.contents import write
 from coldstream.kernels.cuda_ops import CudaOps
@@ -37,5 +40,10 @@ def test_groups_that_are_computed_together_share_all_but_their_addresses(
     groups = [StagedGroup(range(begin, EXPERTS, num_groups), first, sizes) for begin in range(num_groups)]
     experts = PrefillExperts(kernels, None, None, ids)  # type: ignore[arg-type]
     before = host.launches
-    experts._compute_groups(_LayerWork(pairs, weights, tables), groups, pairs.places)
+    gate, up, down = (
+        replace(stack, addresses=table)
+        for stack, table in zip((weights.gate, weights.up, weights.down), tables, strict=True)
+    )
+    products = partial(kernels.compute, pairs, replace(weights, gate=gate, up=up, down=down))
+    experts._compute_groups(tables, products, groups, pairs.places)
     assert host.launches - before == GROUP_LAUNCHES + num_groups - 1

@@ -163,7 +163,7 @@ def test_experts_that_are_fetched_ahead_take_the_mapped_file(
 def test_a_forecast_says_what_comes_from_the_disk_and_what_more_memory_buys(
     path: Path, config: EngineConfig, whole_bytes: int
 ) -> None:
-    planned = plan(path, replace(config, ram=whole_bytes - 12 * MIB), more_bytes=8 * MIB)
+    planned = plan(path, replace(config, ram=whole_bytes - 12 * MIB), more_bytes=12 * MIB)
     run, known = planned.run, planned.known
     assert run.pool is not None
     assert planned.more_ram is not None
