@@ -67,7 +67,7 @@ class CapturedSteps:
         self.num_captured += 1
         if self.is_put_off:
             return outputs
-        if self._is_early and not self._is_second(key):
+        if self._is_early and not self._note_run(key):
             return outputs
         self._make_place(1)
         try:
@@ -94,7 +94,7 @@ class CapturedSteps:
         self.num_captured += 1
         if self.is_put_off or not self._has_room_for_pieces or key not in self._has_run:
             outputs = step()
-            self._is_second(key)
+            self._note_run(key)
             return outputs
         self._make_place(GRAPHS_OF_PIECES)
         try:
@@ -112,13 +112,13 @@ class CapturedSteps:
             self._graphs[key] = captured
         return captured
 
-    def _is_second(self, key: Key) -> bool:
-        """Whether such a step had run before; notes that it has run now."""
-        is_second = key in self._has_run
-        if not is_second and len(self._has_run) == MAX_GRAPHS:
+    def _note_run(self, key: Key) -> bool:
+        """Notes that such a step has run. Returns whether one had before."""
+        had_run = key in self._has_run
+        if not had_run and len(self._has_run) == MAX_GRAPHS:
             del self._has_run[next(iter(self._has_run))]
         self._has_run[key] = None
-        return is_second
+        return had_run
 
     def _make_place(self, weight: int) -> None:
         """Frees graphs until there is room for one more of this weight."""

@@ -24,10 +24,10 @@ class ExpertSlices {
     num_tasks_ = std::min(parts, ceil_div(units_, least_units));
   }
 
-  // Rows begin … end of a job. `first` and `next` are the places of begin and end among the rows of all jobs,
-  // which a worker takes in ascending order if it takes no others' rows.
+  // Rows begin … end of a job. `next` is the place of `end` among the rows of all jobs, which a worker takes
+  // in ascending order if it takes no others' rows.
   struct Rows {
-    int64_t job, begin, end, first, next;
+    int64_t job, begin, end, next;
   };
 
   // Calls visit(rows) for what this worker takes, at most max_slice rows at a time.
@@ -50,8 +50,7 @@ class ExpertSlices {
   Rows rows_at(int64_t unit, int64_t end) const {
     const int64_t job = unit / units_of_job_, first = job * units_of_job_;
     const int64_t next = std::min(end, first + units_of_job_);
-    return {job, (unit - first) * slice_multiple, std::min((next - first) * slice_multiple, num_rows_), unit,
-            next};
+    return {job, (unit - first) * slice_multiple, std::min((next - first) * slice_multiple, num_rows_), next};
   }
 
  private:
