@@ -12,6 +12,7 @@ beyond a tensor is one beyond an allocation. The exit code is 0 if no test faile
 import argparse
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -68,9 +69,9 @@ def choose(test_ids: Iterable[str], count: int) -> list[str]:
     ]
 
 
-def collect() -> list[str]:
-    """The ids of all GPU tests of kernels."""
-    command = [*PYTEST, "-o", "addopts=", "--collect-only", "-q", TESTS]
+def collect(tests: Sequence[str]) -> list[str]:
+    """The ids of the GPU tests of files or folders."""
+    command = [*PYTEST, "-o", "addopts=", "--collect-only", "-q", *tests]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [line for line in output.splitlines() if "::" in line]
 
@@ -152,6 +153,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=1, help="among which processes are dealt out")
     parser.add_argument("--tool", choices=TOOLS, action="append", help="only this one; may be repeated")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("tests", nargs="*", default=[TESTS], help="files or folders instead of all kernels'")
     parser.add_argument("--commit", help="of these sources, where there is no repository")
     arguments = parser.parse_args()
     sanitizer = shutil.which("compute-sanitizer")
@@ -159,10 +161,10 @@ def main() -> int:
         sys.exit("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit")
     version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=True).stdout
     start = time.perf_counter()
-    test_ids = choose(collect(), arguments.per_test)
+    test_ids = choose(collect(arguments.tests), arguments.per_test)
     tools = run_all(sanitizer, arguments.tool or list(TOOLS), test_ids, arguments.jobs, arguments.gpus)
     result = {
-        "command": "python -m tests.audits.gpu_sanitizer",
+        "command": f"python -m tests.audits.gpu_sanitizer {shlex.join(sys.argv[1:])}".rstrip(),
         "machine": describe("cuda"),
         "sanitizer": version.split("Version ")[-1].split()[0],
         "per_test": arguments.per_test,
