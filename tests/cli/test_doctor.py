@@ -163,7 +163,7 @@ def test_rates_of_another_machine_and_a_file_that_is_none(tmp_path: Path) -> Non
     assert "damaged" in findings(tmp_path)["rates-unusable"]["text"]
     path.unlink()
     path.mkdir()
-    assert "unreadable" in findings(tmp_path)["rates-unusable"]["text"]
+    assert findings(tmp_path)["rates-not-kept"]["mend"] == "`rm -r ~/.cache/coldstream/hardware.json`"
 
 
 def test_a_home_that_cannot_be_written(tmp_path: Path) -> None:

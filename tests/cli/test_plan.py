@@ -229,9 +229,9 @@ def test_rates_are_named_with_their_date_and_measured_again_on_request(
     )
     assert "under load" not in error
     document = json.loads(default_path().read_text())
-    document["cpu"]["rates"]["read_bytes_per_s"] = 5e3
+    document["cpu"]["rates"]["read_bytes_per_s"] = 5e6
     default_path().write_text(json.dumps(document))
-    assert as_json(run, str(model), "--device", "cpu")["rates"]["read_bytes_per_s"] == 5e3
+    assert as_json(run, str(model), "--device", "cpu")["rates"]["read_bytes_per_s"] == 5e6
     assert as_json(run, str(model), "--device", "cpu", "--measure")["rates"]["read_bytes_per_s"] > 1e6
     assert as_json(run, str(model), "--device", "cpu")["rates"]["read_bytes_per_s"] > 1e6
 
@@ -250,7 +250,10 @@ def test_the_last_runs_are_printed_beside_what_was_expected_of_them(
     assert as_json(run, str(model), "--device", "cpu")["last_runs"] == [asdict(last)]
     path.write_text("{")
     _, _, error = run("plan", str(model), "--device", "cpu")
-    assert f"warning: the kept runs in {path} are damaged, and left out\n" in error
+    assert (
+        f"warning: the kept runs in {path} are damaged, and left out until the next run replaces them\n"
+        in error
+    )
     assert as_json(run, str(model), "--device", "cpu")["last_runs"] == []
     path.unlink()
 
@@ -269,14 +272,14 @@ def test_rates_that_were_measured_under_load_are_named_so(
     code, _, error = run("plan", str(model), "--device", "cpu")
     assert code == 0
     assert re.search(r"measured 2024-01-02 03:04 UTC, \d+ days ago: RAM", error)
-    assert "that was under load (other programs took 1.5 of 2 CPUs), so it is a starting point" in error
+    assert "that was under load (other programs took 1.5 of 2 CPUs), as were others before it" in error
     code, shown, _ = run("doctor")
     assert re.search(r"measured +2024-01-02 03:04 UTC, \d+ days ago, under load", shown)
     assert "other programs took 1.5 of 2 CPUs: close other programs" in shown
     path.write_text("{")
     code, _, error = run("plan", str(model), "--device", "cpu")
     assert code == 0
-    assert error.count("are damaged, so this machine is measured again") == 1
+    assert error.count("are damaged: a plan that needs rates measures them again") == 1
 
 
 @pytest.mark.sharded(of="processes")

@@ -13,6 +13,8 @@ from coldstream.kernels.experts.step_rates import StepRates
 from coldstream.placement.conditions import Conditions
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.hardware_file import (
+    RatesEntry,
+    RatesFile,
     age_days,
     default_path,
     describe_rates,
@@ -182,7 +184,7 @@ def test_a_damaged_file_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [None, 0.0, -1.0, 1e-300, 1e2, 1e18, 1e300, "5e10", True, float("nan"), float("inf"), [], 10**400],
+    [None, 0.0, -1.0, 1e-300, 1e5, 1e15, 1e300, "5e10", True, float("nan"), float("inf"), [], 10**400],
 )
 @pytest.mark.parametrize(("part", "name"), [("cpu", "read_bytes_per_s"), ("gpu", "link_beside_read")])
 def test_a_rate_that_is_none_spoils_its_entry(tmp_path: Path, part: str, name: str, value: Any) -> None:
@@ -214,6 +216,7 @@ def test_a_rate_that_is_none_spoils_its_entry(tmp_path: Path, part: str, name: s
         (lambda document: document["cpu"]["conditions"].update(other_cpus=float("nan")), "damaged"),
         (lambda document: document["cpu"]["conditions"].update(spread=-1.0), "damaged"),
         (lambda document: document["cpu"]["conditions"].update(num_tries=0), "damaged"),
+        (lambda document: document["cpu"]["conditions"].update(other_cpus=1e7), "damaged"),
     ],
 )
 def test_it_is_said_why_rates_are_none(tmp_path: Path, change: Any, state: str) -> None:
@@ -229,16 +232,39 @@ def test_it_is_said_why_rates_are_none(tmp_path: Path, change: Any, state: str) 
     assert (with_stored_rates(machine, path) is not None) == is_current
     problems = MACHINE.conditions.problems if MACHINE.conditions else ()
     assert len(problems) == 3
-    entries = [("cpu", MACHINE.measured_at, problems), ("gpu", GPU.measured_at, ())]
-    assert [(each.name, each.measured_at, each.problems) for each in found.entries] == (
-        entries if is_current else []
+    entries = (
+        RatesEntry("cpu", "2026-01-02 03:04 UTC", problems, is_due=True),
+        RatesEntry("gpu", "2026-01-02 03:04 UTC", (), is_due=False),
     )
+    assert found.entries == (entries if is_current else ())
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "absurd"),
+    [
+        ("cpu", "read_bytes_per_s", 1e30, "read_bytes_per_s is not from 1e+06 to 1e+14"),
+        ("cpu", "read_bytes_per_s", "fast", "read_bytes_per_s is not from 1e+06 to 1e+14"),
+        ("cpu", "product_values_per_s", [], "product_values_per_s is not from 100000 to 1e+17"),
+        ("gpu", "handshake_s", 2.0, "handshake_s is not from 1e-09 to 1"),
+        ("gpu", "more", 2.0, ""),
+    ],
+)
+def test_what_no_machine_has_is_named_with_what_one_may_have(
+    tmp_path: Path, part: str, name: str, value: Any, absurd: str
+) -> None:
+    path = tmp_path / "hardware.json"
+    store_rates(replace(MACHINE, read_bytes_per_s=5e10, gpu=GPU), path)
+    document = json.loads(path.read_text())
+    document[part]["rates"][name] = value
+    path.write_text(json.dumps(document))
+    assert describe_rates(replace(BARE, gpu=BARE_GPU), path) == RatesFile("damaged", absurd=absurd)
 
 
 def test_a_file_of_no_rates_at_all(tmp_path: Path) -> None:
     assert describe_rates(BARE, None).state == "absent"
     assert describe_rates(BARE, tmp_path / "none" / "hardware.json").state == "absent"
-    assert describe_rates(BARE, tmp_path).state == "unreadable"
+    assert describe_rates(BARE, tmp_path).state == "no file"
+    assert describe_rates(BARE, Path("/dev/null/hardware.json")).state == "unreadable"
     path = tmp_path / "hardware.json"
     for content in (b"", b"{", b"[]", b"5", b"\xff", b"[" * 5000, b'"' + b"a" * 2**17):
         path.write_bytes(content)

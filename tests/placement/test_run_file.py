@@ -62,6 +62,7 @@ def without(name: str) -> dict[str, Any]:
         json.dumps({"version": 1}),
         json.dumps({"version": 1, "runs": [7]}),
         json.dumps({"version": 1, "runs": [{"of": {}, "runs": 7}]}),
+        json.dumps({"version": 1, "runs": [{"of": {}, "runs": [asdict(RUN)] * (MOST_RUNS + 1)}]}),
         *(
             json.dumps({"version": 1, "runs": [{"of": {}, "runs": [run]}]})
             for run in (
@@ -70,6 +71,8 @@ def without(name: str) -> dict[str, Any]:
                 asdict(RUN) | {"more": 1},
                 asdict(RUN) | {"steps": 0},
                 asdict(RUN) | {"steps": 1.5},
+                asdict(RUN) | {"vram_bytes": 10**400},
+                asdict(RUN) | {"step_s": 1e7},
                 asdict(RUN) | {"ended_at": "yesterday"},
                 asdict(RUN) | {"step_s": float("nan")},
                 asdict(RUN) | {"step_s": float("inf")},

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -32,6 +33,7 @@ from coldstream.planning.machine import (
     measured_hardware,
     rates_are_known,
     reconsider_rates,
+    why_not_kept,
     why_unusable,
     with_rates,
 )
@@ -45,12 +47,12 @@ def test_a_machine_is_measured_once(tmp_path: Path) -> None:
     assert first.read_bytes_per_s > 1e8
     assert measured_hardware(None, path=path).read_bytes_per_s == first.read_bytes_per_s
     document = json.loads(path.read_text())
-    document["cpu"]["rates"]["read_bytes_per_s"] = 12345.0
+    document["cpu"]["rates"]["read_bytes_per_s"] = 1234567.0
     path.write_text(json.dumps(document))
-    assert measured_hardware(None, path=path).read_bytes_per_s == 12345.0
+    assert measured_hardware(None, path=path).read_bytes_per_s == 1234567.0
     path.write_text("{")
     again = measured_hardware(None, path=path)
-    assert again.read_bytes_per_s not in (None, 12345.0)
+    assert again.read_bytes_per_s not in (None, 1234567.0)
     assert again.cpu_name == Hardware.measure().cpu_name
 
 
@@ -154,11 +156,11 @@ def test_a_machine_is_measured_again_when_it_is_asked_for(tmp_path: Path) -> Non
     path = tmp_path / "hardware.json"
     first = measured_hardware(None, path=path)
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", first.measured_at or "")
-    keep(path, 12345.0)
+    keep(path, 1234567.0)
     kept = measured_hardware(None, path=path)
-    assert (kept.read_bytes_per_s, kept.measured_at) == (12345.0, first.measured_at)
+    assert (kept.read_bytes_per_s, kept.measured_at) == (1234567.0, first.measured_at)
     again = measured_hardware(None, path=path, again=True)
-    assert again.read_bytes_per_s not in (None, 12345.0)
+    assert again.read_bytes_per_s not in (None, 1234567.0)
     assert measured_hardware(None, path=path).read_bytes_per_s == again.read_bytes_per_s
 
 
@@ -405,14 +407,34 @@ def test_a_file_that_is_of_no_use_is_named_in_a_sentence(tmp_path: Path) -> None
     assert why_unusable(hardware_with(GPU), path) == (), "of the CPU alone"
     other = replace(here, cpu_name="another")
     (sentence,) = why_unusable(other, path)
-    assert sentence == f"the kept rates in {path} are of another machine, so this machine is measured again"
+    assert (
+        sentence
+        == f"the kept rates in {path} are of another machine: a plan that needs rates measures them again"
+    )
     path.write_text("{")
     assert "are damaged" in why_unusable(here, path)[0]
     keep_absurd = with_rates(here, path=path)
     assert keep_absurd.read_bytes_per_s is not None
     keep(path, 1e300)
     assert "are damaged" in why_unusable(here, path)[0]
+    assert "read_bytes_per_s is not from 1e+06 to 1e+14" in why_unusable(here, path)[0]
     assert with_rates(here, path=path).read_bytes_per_s != 1e300
+
+
+def test_rates_that_cannot_be_kept_are_a_sentence_with_the_next_step(tmp_path: Path) -> None:
+    path, here = tmp_path / "hardware.json", Hardware.measure()
+    os.mkfifo(path)
+    assert with_rates(here, path=path).read_bytes_per_s
+    (sentence,) = why_unusable(here, path)
+    assert sentence == f"{path} is no file, so no rates of this machine are kept: remove it"
+    assert why_not_kept(here, path) == ()
+    nowhere = Path("/dev/null/hardware.json")
+    assert with_rates(here, path=nowhere).read_bytes_per_s
+    (sentence,) = why_not_kept(here, nowhere)
+    assert sentence.startswith(f"{nowhere} could not be written, so each plan measures this machine again: ")
+    path.unlink()
+    with_rates(here, path=path)
+    assert why_not_kept(here, path) == ()
 
 
 def without_steps(path: Path) -> None:

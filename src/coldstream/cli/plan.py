@@ -182,10 +182,12 @@ def _described_rates(planned: "Planned") -> Iterator[str]:
             age = described_age(age_days(entry.measured_at, now))
             yield f"measured {entry.measured_at}, {age}: {text}; --measure does it again"
             if entry.problems:
-                yield (
-                    f"that was under load ({', '.join(entry.problems)}), so it is a starting point: a later "
-                    "start measures again, once other programs rest"
+                follows = (
+                    "so it is a starting point: a later start measures again, once other programs rest"
+                    if entry.is_due
+                    else "as were others before it, of which the best rates stay: close other programs first"
                 )
+                yield f"that was under load ({', '.join(entry.problems)}), {follows}"
 
 
 def _described_estimates(planned: "Planned") -> Iterator[str]:
@@ -201,8 +203,10 @@ def _described_runs(planned: "Planned") -> Iterator[str]:
     """What the last runs took with this file on this machine, beside what was expected."""
     path = runs_path()
     state, runs = last_runs(planned.hardware, planned.plan.model.fingerprint, path)
-    if state in ("damaged", "unreadable"):
-        yield f"warning: the kept runs in {path} are {state}, and left out"
+    if state == "damaged":
+        yield f"warning: the kept runs in {path} are damaged, and left out until the next run replaces them"
+    elif state == "unreadable":
+        yield f"warning: the kept runs in {path} are unreadable, and left out: remove it"
     from coldstream.planning.last_runs import decode_of_runs
 
     if found := decode_of_runs(planned, path):

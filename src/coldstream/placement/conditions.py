@@ -5,7 +5,6 @@ A measurement that something disturbed is a starting point, and is taken again. 
 is None, and disturbs nothing.
 """
 
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ MOST_BUSY: Final = 0.1  # of the CPUs, by other programs; a desktop at rest take
 MOST_SPREAD: Final = 0.1  # between the three best samples
 LEAST_CLOCK: Final = 0.5  # of the highest; all cores at work reach 0.6 to 0.9 of what one alone does
 MOST_TRIES: Final = 4  # where something disturbs every measurement, the best of so many is kept
+_MOST: Final = 1 << 20  # of CPUs, of their load, and of measurements in turn
 _WINDOW_S: Final = 0.3  # a CPU's time is counted in hundredths of a second
 _PROC, _CPUS = Path("proc"), Path("sys/devices/system/cpu")
 _BUSY_FIELDS: Final = (0, 1, 2, 5, 6, 7)  # of a CPU's line: user, nice, system, irq, softirq, steal
@@ -65,13 +65,13 @@ class Conditions:
             return None
         counts = [document[name] for name in ("num_cpus", "num_tries")]
         others = [document[name] for name in names - {"num_cpus", "num_tries"}]
-        if not all(type(count) is int and 1 <= count <= 1 << 20 for count in counts):
+        if not all(type(count) is int and 1 <= count <= _MOST for count in counts):
             return None
         return cls(**document) if all(map(_is_share, others)) else None
 
 
 def _is_share(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isfinite(value) and value >= 0)
+    return value is None or (isinstance(value, float) and 0 <= value <= _MOST)
 
 
 def spread_of(rates: Sequence[float]) -> float | None:

@@ -6,22 +6,22 @@ damaged, absurd or of another machine, rates are measured again. Rates of steps 
 that were written before they were measured.
 """
 
-import json
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from coldstream.errors import StorageError
-from coldstream.files import write_file
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.experts.shapes import EXPERT_ROWS
 from coldstream.kernels.experts.step_rates import StepRates
 from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS
 from coldstream.placement.conditions import Conditions
 from coldstream.placement.hardware import GpuHardware, Hardware
+from coldstream.placement.kept_json import NoFileError, read_json, store_json
 
+RATES_FILE: Final = "hardware.json"
 DATE_FORMAT: Final = "%Y-%m-%d %H:%M UTC"  # of `Hardware.measured_at`
 _VERSION: Final = 7
 _MAX_BYTES: Final = 1 << 16
@@ -39,9 +39,12 @@ _RATES: Final = {
         "expert_bytes_per_s",
     ),
 }
-# What no machine falls below or exceeds: bytes, multiplications and weights a second, and seconds.
-_BOUNDS: Final = (1e3, 1e17)
-_HANDSHAKE_BOUNDS: Final = (1e-9, 1.0)
+# What no machine falls below or exceeds: bytes a second, multiplications or weights a second, and seconds.
+_BYTES_BOUNDS: Final = (1e6, 1e14)
+_BOUNDS: Final = {
+    **dict.fromkeys(("product_values_per_s", "product_ops_per_s", "expert_bytes_per_s"), (1e5, 1e17)),
+    "handshake_s": (1e-9, 1.0),
+}
 # Of several rates: the length of their list, and of each list in it.
 _LISTS: Final = {
     "expert_bytes_per_s": (len(EXPERT_ROWS),),
@@ -50,28 +53,39 @@ _LISTS: Final = {
 
 
 RatesState = Literal[
-    "current", "absent", "incomplete", "of another machine", "of another version", "damaged", "unreadable"
+    "current",
+    "absent",
+    "incomplete",
+    "of another machine",
+    "of another version",
+    "damaged",
+    "unreadable",
+    "no file",
 ]
 
 
 @dataclass(frozen=True)
 class RatesEntry:
-    """When rates of the CPU or the GPU were measured, and what disturbed that."""
+    """When rates of the CPU or the GPU were measured, and what disturbed that. is_due: as in `Conditions`."""
 
     name: str
     measured_at: str
     problems: tuple[str, ...]
+    is_due: bool
 
 
 @dataclass(frozen=True)
 class RatesFile:
-    """Whether the rates in a file are those of a machine. incomplete: the GPU's are missing.
+    """Whether the rates in a file are those of a machine. incomplete: the GPU's are missing. no file: what is
+    in its place cannot be replaced by one.
 
-    entries: none unless they are current.
+    entries: none unless they are current. absurd: what no machine has, as text; empty if something else is
+    wrong.
     """
 
     state: RatesState
     entries: tuple[RatesEntry, ...] = ()
+    absurd: str = ""
 
 
 def default_path() -> Path | None:
@@ -80,7 +94,7 @@ def default_path() -> Path | None:
         home = Path.home()
     except RuntimeError:
         return None
-    return home / ".cache" / "coldstream" / "hardware.json"
+    return home / ".cache" / "coldstream" / RATES_FILE
 
 
 def with_stored_rates(hardware: Hardware, path: Path | None) -> Hardware | None:
@@ -108,7 +122,9 @@ def describe_rates(hardware: Hardware, path: Path | None) -> RatesFile:
     if path is None:
         return RatesFile("absent")
     try:
-        document = _parsed(path)
+        document = read_json(path, _MAX_BYTES)
+    except NoFileError:
+        return RatesFile("no file")
     except FileNotFoundError:
         return RatesFile("absent")
     except OSError:
@@ -127,14 +143,18 @@ def describe_rates(hardware: Hardware, path: Path | None) -> RatesFile:
         if document[name].get("machine") != machine_of(name, hardware):
             return RatesFile("of another machine")
     stored = with_stored_rates(hardware, path)
-    return RatesFile("damaged") if stored is None else RatesFile("current", entries_of(stored))
+    if stored is not None:
+        return RatesFile("current", entries_of(stored))
+    absurd = [text for name in _parts(hardware) for text in _absurd(name, document[name].get("rates"))]
+    return RatesFile("damaged", absurd=absurd[0] if absurd else "")
 
 
 def entries_of(hardware: Hardware) -> tuple[RatesEntry, ...]:
     """What was measured of `hardware`, and when."""
     return tuple(
-        RatesEntry(name, part.measured_at, part.conditions.problems if part.conditions else ())
+        RatesEntry(name, part.measured_at, *((under.problems, under.is_due) if under else ((), False)))
         for name, part in _parts(hardware).items()
+        for under in (part.conditions,)
         if part.measured_at is not None
     )
 
@@ -169,11 +189,7 @@ def store_rates(hardware: Hardware, path: Path | None, fastest_run: float = 0.0)
         }
         if isinstance(part, GpuHardware) and part.steps is not None:
             document[name]["steps"] = asdict(part.steps)
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"{path}: no folder for it: {error.strerror}") from error
-    write_file(path, json.dumps(document, indent=2).encode())
+    store_json(path, document)
 
 
 def _document(path: Path | None) -> dict[str, Any]:
@@ -181,17 +197,11 @@ def _document(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        document = _parsed(path)
+        document = read_json(path, _MAX_BYTES)
     except (OSError, ValueError, RecursionError):
         return {}
     is_known = isinstance(document, dict) and document.get("version") == _VERSION
     return document if is_known else {}
-
-
-def _parsed(path: Path) -> Any:
-    """What JSON the file at `path` holds. Raises OSError, ValueError, RecursionError."""
-    with open(path, "rb") as file:
-        return json.loads(file.read(_MAX_BYTES))
 
 
 def _parts(hardware: Hardware) -> dict[str, Hardware | GpuHardware]:
@@ -248,8 +258,15 @@ def machine_of(name: str, hardware: Hardware) -> dict[str, Any]:
 def _is_rate(name: str, value: object) -> bool:
     if value is None:
         return name == _OPTIONAL
-    bounds = _HANDSHAKE_BOUNDS if name == "handshake_s" else _BOUNDS
-    return _are_rates(value, _LISTS.get(name, ()), bounds)
+    return _are_rates(value, _LISTS.get(name, ()), _BOUNDS.get(name, _BYTES_BOUNDS))
+
+
+def _absurd(part: str, rates: object) -> Iterator[str]:
+    """What `_is_rate` refuses in an entry's rates, as text."""
+    for name in _RATES[part]:
+        if isinstance(rates, dict) and name in rates and not _is_rate(name, rates[name]):
+            least, most = _BOUNDS.get(name, _BYTES_BOUNDS)
+            yield f"{name} is not from {least:g} to {most:g}"
 
 
 def _are_rates(value: Any, lengths: tuple[int, ...], bounds: tuple[float, float]) -> bool:

@@ -5,17 +5,15 @@ plans and for people, until more is locked. What is damaged, of another version,
 as absent.
 """
 
-import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Self
 
-from coldstream.errors import StorageError
-from coldstream.files import write_file
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.hardware_file import DATE_FORMAT, default_path, is_date, machine_of
+from coldstream.placement.kept_json import read_json, store_json
 from coldstream.placement.limits import Limits, lock_advice
 
 _VERSION: Final = 1
@@ -70,11 +68,7 @@ def note_lock(hardware: Hardware, wanted_bytes: int, locked_bytes: int, path: Pa
         refused_at = datetime.now(UTC).strftime(DATE_FORMAT)
         refusal = LockRefusal(refused_at, wanted_bytes, locked_bytes)
         document = {"version": _VERSION, "machine": _machine(hardware), "refusal": asdict(refusal)}
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"{path}: no folder for it: {error.strerror}") from error
-        write_file(path, json.dumps(document, indent=2).encode())
+        store_json(path, document)
         return
     last = last_refusal(hardware, path)
     if last is not None and locked_bytes > last.locked_bytes:
@@ -102,8 +96,7 @@ def _document(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        with path.open("rb") as file:
-            document = json.loads(file.read(_MAX_BYTES))
+        document = read_json(path, _MAX_BYTES)
     except (OSError, ValueError, RecursionError):
         return {}
     return document if isinstance(document, dict) else {}

@@ -4,21 +4,20 @@ For people who ask whether a forecast holds here, and for what `plan` says of de
 placed by it. What is damaged, or of another version, is left out and written anew by the next run.
 """
 
-import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
-from coldstream.errors import StorageError
-from coldstream.files import write_file
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.hardware_file import default_path, is_date, machine_of
+from coldstream.placement.kept_json import read_json, store_json
 
 VERSION: Final = 1
 MOST_RUNS: Final = 3  # of a machine and a file
 MOST_KEPT: Final = 32  # of those, the last ones
 _MAX_BYTES: Final = 1 << 17
-_MOST: Final = 1e15
+_MOST_COUNT: Final = 1 << 60
+_MOST_NUMBER: Final = 1e6  # seconds of a token, or times as long as planned
 
 RunsState = Literal["current", "absent", "of another version", "damaged", "unreadable"]
 
@@ -58,10 +57,12 @@ class LastRun:
         values = dict(document)
         counts = [values.pop(name) for name in ("vram_bytes", "steps")]
         factors = [values.pop(name) for name in ("cpu_factor", "bus_factor")]
-        if not is_date(values.pop("ended_at")) or not all(type(each) is int and each > 0 for each in counts):
+        if not is_date(values.pop("ended_at")):
+            return None
+        if not all(type(each) is int and 0 < each < _MOST_COUNT for each in counts):
             return None
         numbers = [*values.values(), *(each for each in factors if each is not None)]
-        if not all(isinstance(each, float) and 0 <= each < _MOST for each in numbers):
+        if not all(isinstance(each, float) and 0 <= each < _MOST_NUMBER for each in numbers):
             return None
         return cls(**document)
 
@@ -93,11 +94,7 @@ def keep_run(hardware: Hardware, fingerprint: str, run: LastRun, path: Path | No
         "version": VERSION,
         "runs": [{"of": each, "runs": [asdict(one) for one in runs]} for each, runs in kept],
     }
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"{path}: no folder for it: {error.strerror}") from error
-    write_file(path, json.dumps(document, indent=1).encode())
+    store_json(path, document)
 
 
 _Entries = list[tuple[dict[str, Any], tuple[LastRun, ...]]]
@@ -107,8 +104,7 @@ def _read(path: Path | None) -> tuple[RunsState, _Entries]:
     if path is None:
         return "absent", []
     try:
-        with path.open("rb") as file:
-            document = json.loads(file.read(_MAX_BYTES))
+        document = read_json(path, _MAX_BYTES)
     except FileNotFoundError:
         return "absent", []
     except OSError:
@@ -131,7 +127,7 @@ def _entries(document: object) -> _Entries | None:
     for entry in document:
         if not isinstance(entry, dict) or not isinstance(entry.get("of"), dict):
             return None
-        if not isinstance(entry.get("runs"), list):
+        if not isinstance(entry.get("runs"), list) or len(entry["runs"]) > MOST_RUNS:
             return None
         runs = [LastRun.parsed(each) for each in entry["runs"]]
         if None in runs:

@@ -52,7 +52,7 @@ from coldstream.planning.device_choice import OpenProgress, device_to_plan_for
 from coldstream.planning.draft_file import NOTHING_IS_DRAFTED, open_draft
 from coldstream.planning.draft_reason import draft_reason
 from coldstream.planning.facts import DraftNeeds, Facts, ModelFacts, with_kv_type
-from coldstream.planning.machine import hardware_of, measured_hardware, why_unusable
+from coldstream.planning.machine import hardware_of, measured_hardware, why_not_kept, why_unusable
 from coldstream.planning.memory import SHORT_CHUNK
 from coldstream.planning.planned import Planned
 from coldstream.planning.unknowns import (
@@ -386,6 +386,7 @@ def plan_by_name(
         config, gpu, warnings = device_to_plan_for(config)
         warnings += why_unusable(hardware_of(gpu))
         hardware = measured_hardware(gpu, progress, again=measure)
+        warnings += why_not_kept(hardware)
         refusal = last_refusal(hardware, lock_path())
         with open_draft(config, spec, progress) as draft:
             planned = plan_model(

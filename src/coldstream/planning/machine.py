@@ -84,10 +84,24 @@ def measure_again(hardware: Hardware, path: Path | None = None) -> bool:
 def why_unusable(hardware: Hardware, path: Path | None = None) -> tuple[str, ...]:
     """Why a file of rates is of no use, in a sentence; none if there is no file, or it is of use."""
     path = path or default_path()
-    state = describe_rates(hardware, path).state
-    if state in ("current", "absent", "incomplete", "of another version"):  # after an upgrade
+    found = describe_rates(hardware, path)
+    if found.state in ("current", "absent", "incomplete", "of another version"):  # after an upgrade
         return ()
-    return (f"the kept rates in {path} are {state}, so this machine is measured again",)
+    if found.state == "no file":
+        return (f"{path} is no file, so no rates of this machine are kept: remove it",)
+    why = f" ({found.absurd})" if found.absurd else ""
+    return (f"the kept rates in {path} are {found.state}{why}: a plan that needs rates measures them again",)
+
+
+def why_not_kept(hardware: Hardware, path: Path | None = None) -> tuple[str, ...]:
+    """Why rates that were measured now are not in the file, in a sentence; none if they are, or if
+    `why_unusable` says it.
+    """
+    path = path or default_path()
+    if describe_rates(hardware, path).state in ("current", "no file"):
+        return ()
+    where = "this user has no home directory" if path is None else f"{path} could not be written"
+    return (f"{where}, so each plan measures this machine again: `coldstream doctor` shows the folder",)
 
 
 @contextmanager

@@ -191,6 +191,7 @@ CASES: list[tuple[Change, str, str, str]] = [
     (rates("of another version"), "rates-unusable", "advice", "of another version.*plan --measure"),
     (rates("damaged"), "rates-unusable", "advice", "damaged.*plan --measure"),
     (rates("unreadable"), "rates-unusable", "advice", "unreadable.*plan --measure"),
+    (rates("no file"), "rates-not-kept", "warning", "hardware.json is no file.*`rm -r ~/.cache/coldstream/h"),
     (rates("current", RATES_LAST_DAYS + 1), "rates-old", "advice", "181 days ago.*plan --measure"),
     (rates("current", 1, ("it stormed",)), "rates-disturbed", "advice", "it stormed: close .*plan --measure"),
 ]

@@ -5,7 +5,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Final, Self
 
 _SECONDS_BOUNDS: Final = (1e-8, 1e-2)  # that a launch may take
-_RATE_BOUNDS: Final = (1e6, 1e17)  # bytes or operations a second
+_BYTES_BOUNDS: Final = (1e6, 1e14)  # a second
+_OPS_BOUNDS: Final = (1e6, 1e17)
 _UNSAID: Final = ("launch_s", "row_bytes_per_s")  # which times may not say
 
 
@@ -68,5 +69,6 @@ class StepRates:
 
 
 def _is_rate(name: str, value: object) -> bool:
-    least, most = _SECONDS_BOUNDS if name in ("launch_s", "queue_s") else _RATE_BOUNDS
+    seconds = name in ("launch_s", "queue_s")
+    least, most = _SECONDS_BOUNDS if seconds else _OPS_BOUNDS if name == "prompt_ops_per_s" else _BYTES_BOUNDS
     return isinstance(value, float) and least <= value <= most

@@ -12,6 +12,7 @@ from coldstream.errors import ColdstreamError, OutOfMemoryError
 from coldstream.kept_files import MACHINE_CODE, MEMORY_COUNTS
 from coldstream.kernels.cuda.device import INSTALL
 from coldstream.kernels.cuda.driver import old_card, old_driver, untried_card
+from coldstream.placement.hardware_file import RATES_FILE
 from coldstream.placement.limits import WSL_MEMORY
 from coldstream.planning.diagnosis.machine_facts import Folder, FolderName, Gpu, MachineFacts
 
@@ -324,8 +325,12 @@ def _rates(facts: MachineFacts) -> Iterator[Finding]:
     rates = facts.rates
     again = "`coldstream plan --measure`"
     if rates.state in ("of another machine", "of another version", "damaged", "unreadable"):
-        text = f"the kept rates are {rates.state}, and the next run measures this machine again"
+        text = f"the kept rates are {rates.state}, and the next plan that needs rates measures them again"
         yield Finding("rates-unusable", "advice", text, again)
+    if rates.state == "no file":
+        folder = next(each.path for each in facts.folders if each.name == "rates")
+        text = f"{folder}/{RATES_FILE} is no file, so each plan that needs rates measures this machine again"
+        yield Finding("rates-not-kept", "warning", text, f"`rm -r {folder}/{RATES_FILE}`")
     if problems := sorted({problem for each in rates.measured for problem in each.problems}):
         text = f"while the rates of this machine were measured, {', '.join(problems)}"
         yield Finding("rates-disturbed", "advice", text, f"close other programs, then {again}")
