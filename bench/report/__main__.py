@@ -16,6 +16,7 @@ from typing import Any
 from bench.report import aims
 from bench.report.accuracy import activation_scales, agreement_by_architecture, key_sweep, kv_types
 from bench.report.agents import agents
+from bench.report.aims_machines import aims_machines
 from bench.report.bodies import bad_bodies
 from bench.report.cards import cards_decode, cards_prompts
 from bench.report.commits import commit_bits, house, versus_commits
@@ -387,6 +388,7 @@ def policies() -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = aims.BLOCKS | {
     "agents": agents,
+    "aims_machines": aims_machines,
     "first_page": first_page,
     "first_page_desktop": desktop,
     "laptop": laptop,
