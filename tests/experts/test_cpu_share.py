@@ -1,12 +1,12 @@
 """What the CPU computes of the experts and layers that a GPU lacks, and what comes over the bus."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coldstream.experts.cpu_share import (
-    STEPS_TO_COMPARE,
-    CpuPart,
+    BusRate,
     CpuShare,
     Lookahead,
     bus_order,
@@ -87,41 +87,94 @@ def test_what_was_wanted_most_is_likely(counts: list[int], resident: int, with_c
 
 
 rates = st.floats(1e8, 1e12)
+of_experts = st.lists(st.integers(1, 300), min_size=1, max_size=256).map(
+    lambda rows: np.array(sorted(rows, reverse=True))
+)
+
+
+def cpu_seconds(rows: np.ndarray) -> np.ndarray:
+    """Of a machine, for each expert: other than the forecast by a factor that grows with the rows."""
+    return 1e-6 * (20 + 2.5 * rows)
+
+
+@given(bus_rate=rates, slower=st.floats(0.1, 10), rows=of_experts, ahead=st.integers(0, 10**9))
+def test_bus_and_cpu_end_together(bus_rate: float, slower: float, rows: np.ndarray, ahead: int) -> None:
+    """Whatever was forecast: each expert counts by its own rows."""
+    size, share = 10**6, CpuShare(2048)
+    known = tuple(round(1e9 * each) for each in cpu_seconds(np.arange(1, MAX_MAILBOX_ROWS + 1)))
+    share.begin_with(MissTimes(10**5, known), size)
+
+    def seconds(count: int) -> tuple[float, float]:
+        on_cpu = slower * float(cpu_seconds(np.minimum(rows, MAX_MAILBOX_ROWS))[len(rows) - count :].sum())
+        return (ahead + (len(rows) - count) * size) / bus_rate, on_cpu
+
+    rows = np.minimum(rows, MAX_MAILBOX_ROWS)
+    on_cpu = 1
+    for _ in range(60):
+        share.bus.learn(size, size / bus_rate)
+        share.learn_cpu(300, rows[len(rows) - on_cpu :], size, seconds(on_cpu)[1])
+        on_cpu = share.split(300, rows, size, ahead)
+        assert 1 <= on_cpu <= len(rows)
+    best = min(max(seconds(count)) for count in range(1, len(rows) + 1))
+    assert max(seconds(on_cpu)) <= 1.001 * best
+
+
+@given(rows=of_experts, factor=st.floats(0.2, 5))
+def test_an_expert_of_more_rows_than_are_forecast_takes_as_many_times_as_long(
+    rows: np.ndarray, factor: float
+) -> None:
+    share = CpuShare(2048)
+    share.begin_with(MissTimes(1, tuple(range(1, MAX_MAILBOX_ROWS + 1))), 1)
+    share.bus.learn(10**9, 1.0)
+    for _ in range(8):
+        share.learn_cpu(300, rows, 1, factor * 1e-9 * float(rows.sum()))
+    ahead = round(factor * float(rows.sum()))  # what the bus has before takes as long as the CPU for all
+    assert share.split(300, rows, 1, ahead + len(rows)) == len(rows)
+
+
+def test_the_cpu_and_the_bus_end_together_where_rows_differ_by_far() -> None:
+    """By a mean of all it would get half of them."""
+    share, size = CpuShare(2048), 10**6
+    share.begin_with(MissTimes(10**5, tuple(10**4 * row for row in range(1, MAX_MAILBOX_ROWS + 1))), size)
+    for _ in range(20):
+        share.bus.learn(size, 1e-4)
+    rows = np.array([64] * 20 + [1] * 20)
+    assert share.split(300, rows, size, 0) == 20 + 2  # 20 · 10 + 2 · 640 µs beside 18 · 100
+
+
+@given(factors=st.lists(st.floats(0.1, 10), min_size=2, max_size=2))
+def test_times_of_the_cpu_are_those_of_steps_of_about_as_many_rows(factors: list[float]) -> None:
+    share, lengths, experts = CpuShare(2048), (200, 1000), np.full(200, 7)
+    share.bus.learn(10**9, 0.1)
+    for _ in range(10):
+        for rows, factor in zip(lengths, factors, strict=True):
+            share.learn_cpu(rows, experts, 1000, factor * 200 * 1e-7)
+    counts = [share.split(rows, experts, 1000, 0) for rows in lengths]
+    if max(factors) > 1.2 * min(factors):
+        assert (counts[0] > counts[1]) == (factors[0] < factors[1])
+    assert share.split(150, experts, 1000, 0) == counts[0]
+    assert share.split(150, np.zeros(0, np.int64), 1000, 0) == 0
 
 
 @given(
     bus_rate=rates,
-    cpu_rate=rates,
-    num_experts=st.integers(1, 256),
-    expert_bytes=st.integers(1000, 10**7),
-    ahead=st.integers(0, 10**9),
+    beside=st.floats(0.2, 0.9),
+    sizes=st.lists(st.integers(10**6, 10**8), min_size=20, max_size=60),
+    last=st.integers(1, 1000),
 )
-def test_bus_and_cpu_end_together(
-    bus_rate: float, cpu_rate: float, num_experts: int, expert_bytes: int, ahead: int
+def test_the_bus_alone_is_what_copies_between_the_requests_of_the_cpu_show(
+    bus_rate: float, beside: float, sizes: list[int], last: int
 ) -> None:
-    share = CpuShare()
-    for _ in range(60):
-        share.learn_bus(expert_bytes, expert_bytes / bus_rate)
-        share.learn_cpu(300, num_experts, num_experts * expert_bytes / cpu_rate)
-    on_cpu = share.split(300, num_experts, expert_bytes, ahead)
-    assert 1 <= on_cpu <= num_experts
-
-    def seconds(count: int) -> float:
-        bus = (ahead + (num_experts - count) * expert_bytes) / bus_rate
-        return max(bus, count * expert_bytes / cpu_rate)
-
-    one_more = 1.001 * max(expert_bytes / bus_rate, expert_bytes / cpu_rate)
-    assert seconds(on_cpu) <= min(map(seconds, range(1, num_experts + 1))) + one_more
-
-
-def test_rates_of_the_cpu_are_those_of_about_as_many_rows() -> None:
-    share = CpuShare()
-    share.learn_bus(10**9, 0.1)
-    for _ in range(10):
-        share.learn_cpu(100, 10, 0.001)
-        share.learn_cpu(2000, 10, 0.1)
-    assert share.split(120, 100, 10**6, 0) > share.split(1500, 100, 10**6, 0)
-    assert share.split(120, 0, 10**6, 0) == 0
+    """And a last one that is small and slow does not count as much as the others."""
+    bus = BusRate()
+    for number, size in enumerate(sizes):
+        bus.learn(size, size / (bus_rate if number % 3 == 0 else beside * bus_rate))
+    bus.learn(last, 10 * last / bus_rate)
+    whole = sum(sizes[::3]) >= 0.1 * sum(sizes)
+    assert bus.alone == pytest.approx(bus_rate if whole else bus.alone)
+    assert beside * bus_rate * 0.99 <= bus.now <= 1.01 * bus_rate
+    bus.start_step()
+    assert bus.alone is None
 
 
 def test_the_bus_is_kept_busy_and_no_more() -> None:
@@ -134,52 +187,3 @@ def test_the_bus_is_kept_busy_and_no_more() -> None:
     for _ in range(10):
         ahead.learn(3, most=8)
     assert ahead.count == 1
-
-
-def ways(
-    part: CpuPart, rows: int, count: int, with_cpu: float, without: float, on_bus: float = 0.0
-) -> list[bool]:
-    """Which of so many steps the CPU has a part in, where a row takes so long with it and without."""
-    chosen = []
-    for _ in range(count):
-        chosen.append(part.choose(rows))
-        part.learn(rows, rows * (with_cpu if chosen[-1] else without), rows * on_bus, with_cpu=chosen[-1])
-    return chosen
-
-
-@given(rows=st.integers(513, 2048), with_cpu=st.floats(0.1, 10), without=st.floats(0.1, 10))
-def test_the_faster_way_is_kept_and_the_other_tried_again(rows: int, with_cpu: float, without: float) -> None:
-    chosen = ways(CpuPart(), rows, 3 + 8 * STEPS_TO_COMPARE, with_cpu, without)
-    assert chosen[:3] == [True, True, False]
-    faster = with_cpu <= without
-    assert chosen.count(not faster) <= 2 + 8
-    assert chosen[3] == faster
-    assert (not faster) in chosen[3 : 5 + STEPS_TO_COMPARE]
-
-
-def test_the_cpu_leaves_when_it_becomes_slower_and_comes_back() -> None:
-    part, steps = CpuPart(), 5 * STEPS_TO_COMPARE
-    assert ways(part, 2048, steps, 1.0, 2.0).count(True) > 0.8 * steps
-    assert ways(part, 2048, steps, 3.0, 2.0)[STEPS_TO_COMPARE:].count(False) > 0.6 * steps
-    assert ways(part, 2048, steps, 1.0, 2.0)[2 * STEPS_TO_COMPARE :].count(True) > 0.4 * steps
-
-
-def test_the_first_step_of_a_length_does_not_count() -> None:
-    part = CpuPart()
-    assert part.choose(2048)
-    part.learn(2048, 1e6, 0.0, with_cpu=True)
-    assert ways(part, 2048, 4, 1.0, 2.0) == [True, False, True, True]
-
-
-def test_steps_of_other_lengths_choose_for_themselves() -> None:
-    part = CpuPart()
-    assert not ways(part, 2048, 4, 2.0, 1.0)[-1]
-    assert ways(part, 600, 4, 1.0, 2.0) == [True, True, False, True]
-    assert not part.choose(2049)
-
-
-def test_where_the_bus_alone_takes_longer_nothing_else_is_tried() -> None:
-    steps, part = 3 * STEPS_TO_COMPARE, CpuPart()
-    assert all(ways(CpuPart(), 2048, steps, 1.0, 2.0, on_bus=1.3))
-    assert not all(ways(part, 2048, steps, 1.0, 0.9, on_bus=0.8))
-    assert all(ways(part, 2048, steps, 1.0, 2.0, on_bus=1.9)[1:]), "the bus has become slower"

@@ -5,18 +5,20 @@ layer after another. A decode step of a dense model shares out its missing layer
 a decode step are shared out on the device: `kernels/experts/partition.cuh`.)
 """
 
+import math
 from typing import Any
 
 import numpy as np
 
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.kernels.experts.split import MissTimes
+from coldstream.placement.control import Pace
 
 Array = np.ndarray[Any, Any]
 
 FIRST_BUS_RATE, FIRST_CPU_RATE = 20e9, 10e9  # bytes a second, before any was measured
-STEPS_TO_COMPARE = 16  # of about as many rows, until the slower way is tried again
-BESIDE_CPU = 0.8  # at least so much of the bus's rate is left beside the CPU
+BUS_GAIN = 1 / 16  # of a copy in the average of the last ones
+NUM_FASTEST = 1 / 10  # of a step's bytes
 
 
 def bus_order(counts: Array, missing: Array, with_cpu: bool) -> list[int]:
@@ -43,81 +45,80 @@ def likely_order(last_counts: Array, missing: Array, with_cpu: bool) -> list[int
     return likely + np.flatnonzero(missing & (last_counts == 0)).tolist()
 
 
-class CpuShare:
-    """How many experts of a layer the CPU computes, so that it ends when the last of the others has arrived.
-
-    The estimate is from measured rates of the bus, and of the CPU in steps of about as many rows: the time of
-    an expert grows with its rows.
-    """
+class BusRate:
+    """Bytes a second of copies to the device, by what the last ones took."""
 
     def __init__(self) -> None:
-        self._bus_rate = FIRST_BUS_RATE
-        self._cpu_seconds: dict[int, float] = {}  # per expert, by the bit length of a step's rows
+        self._num_bytes = self._seconds = 0.0  # of the last copies
+        self._copies: list[tuple[float, int]] = []  # since `start_step`: rate and bytes of each
 
     @property
-    def bus_rate(self) -> float:
-        """Bytes a second."""
-        return self._bus_rate
+    def now(self) -> float:
+        """Of the last copies, whatever the CPU did meanwhile."""
+        return self._num_bytes / self._seconds if self._seconds > 0 else FIRST_BUS_RATE
 
-    def learn_bus(self, num_bytes: int, seconds: float) -> None:
-        """Averages in the rate of a transfer."""
-        if seconds > 0:
-            self._bus_rate = (self._bus_rate + num_bytes / seconds) / 2
+    @property
+    def alone(self) -> float | None:
+        """Of the fastest tenth of a step's bytes, beside which the CPU read nothing: between its requests, or
+        in a step in which it has no part. None if nothing was copied.
+        """
+        of_all = sum(num_bytes for _, num_bytes in self._copies)
+        left = NUM_FASTEST * of_all
+        for rate, num_bytes in sorted(self._copies, reverse=True):
+            left -= num_bytes
+            if left <= 0:
+                return rate
+        return None
 
-    def learn_cpu(self, rows: int, num_experts: int, seconds: float) -> None:
-        """Averages in the CPU's time for `num_experts` experts in a step of `rows` rows."""
-        magnitude, measured = rows.bit_length(), seconds / num_experts
-        self._cpu_seconds[magnitude] = (self._cpu_seconds.get(magnitude, measured) + measured) / 2
+    def start_step(self) -> None:
+        """Forgets the copies of the step before, but not what the last ones took."""
+        self._copies.clear()
 
-    def split(self, rows: int, num_experts: int, expert_bytes: int, bytes_on_their_way: int) -> int:
-        """How many of `num_experts` the CPU computes: at least one, so that its rate stays measured."""
-        if num_experts == 0:
-            return 0
-        on_cpu = self._cpu_seconds.get(rows.bit_length(), expert_bytes / FIRST_CPU_RATE)
-        on_bus = expert_bytes / self._bus_rate
-        waiting = bytes_on_their_way / self._bus_rate
-        return max(1, min(num_experts, round((waiting + num_experts * on_bus) / (on_cpu + on_bus))))
+    def learn(self, num_bytes: int, seconds: float) -> None:
+        """Takes note of a copy."""
+        if seconds > 0 and num_bytes > 0:
+            self._num_bytes += num_bytes - BUS_GAIN * self._num_bytes
+            self._seconds += seconds - BUS_GAIN * self._seconds
+            self._copies.append((num_bytes / seconds, num_bytes))
 
 
-class CpuPart:
-    """Whether the CPU has a part in a prefill step: the way that took less time for a row so far.
+class CpuShare:
+    """Which experts of a layer the CPU computes, so that it ends when the last of the others has arrived.
 
-    Its part saves copies. It costs time of the thread that launches kernels: rows go to the CPU and come
-    back, and the bus has more and shorter copies. Which is more depends on the bus, the cores and the
-    experts. So steps of about as many rows are compared. The first one does not count, as rates and kernels
-    are new to it. Then one is measured with the CPU and one without, and the slower way is tried again now
-    and then. Where the bus alone would take longer than a step with the CPU, steps without it are not tried.
-    Both ways give the same bits.
+    A forecast says how its time for an expert grows with the expert's rows. How many times as long requests
+    take is learned in steps of about as many rows.
     """
 
-    def __init__(self) -> None:
-        self._seconds: dict[tuple[int, bool], float] = {}  # for a row, by the bit length of a step's rows
-        self._on_bus: dict[int, float] = {}  # likewise, in the last step
-        self._steps: dict[int, int] = {}  # since the slower way was tried, likewise
+    def __init__(self, most_rows: int) -> None:
+        """most_rows: of a step."""
+        self.bus = BusRate()
+        # Seconds of a byte, of an expert of 0, 1, … rows.
+        self._forecast = np.full(most_rows + 1, 1 / FIRST_CPU_RATE)
+        self._paces: dict[int, Pace] = {}  # by the bit length of a step's rows
 
-    def choose(self, rows: int) -> bool:
-        """For the next step, of so many rows."""
-        magnitude = rows.bit_length()
-        with_cpu, without = (self._seconds.get((magnitude, way)) for way in (True, False))
-        if with_cpu is None or BESIDE_CPU * self._on_bus[magnitude] >= with_cpu:
-            return True
-        if without is None:
-            return False
-        is_faster = with_cpu <= without
-        return is_faster if self._steps[magnitude] < STEPS_TO_COMPARE else not is_faster
+    def begin_with(self, times: MissTimes, expert_bytes: float) -> None:
+        """Takes forecasts of the CPU's times for experts of so many bytes."""
+        known = [times.cpu_time(rows) for rows in range(1, len(self._forecast))]
+        self._forecast[1:] = 1e-9 * np.array(known, np.float64) / expert_bytes
 
-    def learn(self, rows: int, seconds: float, on_bus: float, *, with_cpu: bool) -> None:
-        """Averages in the time of a step, which ended.
+    def learn_cpu(self, rows: int, of_experts: Array, expert_bytes: int, seconds: float) -> None:
+        """Takes note of a request in a step of `rows` rows. of_experts: int [experts], rows of each."""
+        if math.isfinite(seconds) and seconds > 0:
+            pace = self._paces.setdefault(rows.bit_length(), Pace())
+            pace.learn(seconds / (expert_bytes * float(self._forecast[of_experts].sum())))
 
-        on_bus: seconds that all missing experts of the step take the bus, at the rate that it had.
+    def split(self, rows: int, of_experts: Array, expert_bytes: int, bytes_on_their_way: int) -> int:
+        """How many experts the CPU computes in a step of `rows` rows, the last ones: at least one, so that
+        its pace stays measured.
+
+        of_experts: int [experts], rows of each, descending.
         """
-        magnitude, measured = rows.bit_length(), seconds / rows
-        steps = self._steps.get(magnitude)
-        self._on_bus[magnitude] = on_bus / rows
-        self._steps[magnitude] = 0 if steps is None or steps >= STEPS_TO_COMPARE else steps + 1
-        if steps is not None:
-            known = self._seconds.get((magnitude, with_cpu), measured)
-            self._seconds[magnitude, with_cpu] = (known + measured) / 2
+        if len(of_experts) == 0:
+            return 0
+        pace = self._paces.get(rows.bit_length())
+        on_cpu = np.cumsum(self._forecast[of_experts[::-1]]) * (pace.factor if pace else 1.0)
+        on_bus = (bytes_on_their_way / expert_bytes + np.arange(len(of_experts))[::-1]) / self.bus.now
+        return 1 + int(np.argmin(np.maximum(on_cpu, on_bus)))
 
 
 class Lookahead:

@@ -21,6 +21,7 @@ from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.experts.executor import WithWholeFfns
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
+from coldstream.kernels.experts.split import MissTimes
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, RouterWeights, Routing
 
@@ -73,6 +74,12 @@ class PartialExecutor(WithWholeFfns):
         """
         self.tables.connect()
         self.decode.connect()
+
+    def set_times(self, times: MissTimes) -> None:
+        """Has missing experts of all steps divided by these times, at first. No step may be running."""
+        self.decode.set_times(times)
+        if self.prefill.stream is not None:
+            self.prefill.stream.set_times(times)
 
     def map_stack(self, file: GGUFFile, info: TensorInfo) -> ExpertTable | None:
         """See `ModelExecutor`."""

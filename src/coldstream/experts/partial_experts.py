@@ -176,7 +176,7 @@ class PartialExperts:
         assert executor is not None, "slots are for the layers of an executor"
         assert self._reserved is not None, "slots are filled once they are reserved"
         if self._times is not None:
-            executor.decode.set_times(self._times)
+            executor.set_times(self._times)
         pool = self.host.pool
         if pool is not None:
             pool.empty()  # of experts that the warm-up steps used
@@ -216,7 +216,7 @@ class PartialExperts:
         """
         assert self._executor is not None, "times are read by an executor"
         self._times = times
-        self._executor.decode.set_times(times)
+        self._executor.set_times(times)
         self._begin_shares()
 
     @property

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from coldstream.experts.copies import Copies, DirectCopies, FileCopies, Transfer
-from coldstream.experts.cpu_share import CpuPart, CpuShare, Lookahead, bus_order, likely_order
+from coldstream.experts.cpu_part import CpuPart
+from coldstream.experts.cpu_share import CpuShare, Lookahead, bus_order, likely_order
 from coldstream.experts.host import HostExperts
 from coldstream.experts.partial_tables import PartialTables
 from coldstream.experts.staging import LayerShape, RingShape, StagingCopy, StagingRing, least_ring
@@ -30,6 +31,7 @@ from coldstream.kernels.experts.cuda_layer import stacks_of
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.experts.place_group import place_group_cuda
 from coldstream.kernels.experts.shapes import MATRICES
+from coldstream.kernels.experts.split import MissTimes
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.experts.wait_answer import wait_answer_cuda
 from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing, RowsElsewhere
@@ -69,6 +71,16 @@ class _BegunGroup:
     transfer: Transfer
 
 
+@dataclass(frozen=True)
+class _Request:
+    """rows: of the step, and int [experts] of each expert. seconds: the CPU's, before it."""
+
+    rows: int
+    of_experts: Array
+    expert_bytes: int
+    seconds: float
+
+
 class _Moving:
     """A transfer that is not known to have ended, and the experts that it reads in a pool."""
 
@@ -104,9 +116,10 @@ class ExpertStream:
         self._locked: dict[int, bool] = {}  # of a step, by layer: whether it is, where it is mapped
         self._waiting: deque[_BegunGroup] = deque()  # begun and not computed, in the order of buffers
         self._moving: deque[_Moving] = deque()
-        self._lookahead, self._cpu_share, self._cpu_part = Lookahead(), CpuShare(), CpuPart()
+        self._lookahead, self._cpu_share, self._cpu_part = Lookahead(), CpuShare(host.max_rows), CpuPart()
         self._with_cpu = False  # whether the CPU has a part in the step
-        self._begun: tuple[int, float] | None = None  # rows of a step that has not ended, and its start
+        self._begun: tuple[int, float] | None = None  # rows of a step that is compared, and its start
+        self._known: set[tuple[int, bool]] = set()  # rows of steps that have run, and whether with the CPU
         self._missed_bytes = 0  # of the step's experts without a slot
         self._layers: list[LayerShape] = []
         self._wanted: list[Array] = []  # by layer: tokens of the last prefill step, by expert
@@ -116,8 +129,7 @@ class ExpertStream:
         self._ids_there, self._x_there, self._ids_back = (streams.Event() for _ in range(3))
         self._answered = allocations.page_locked((2,), "int32")  # `Mailbox.done` with an answer in time
         self._answered[0] = 1
-        # The CPU's last request: rows of the step, number of experts, and its `bulk_seconds` before.
-        self._asked: tuple[int, int, float] | None = None
+        self._asked: _Request | None = None  # of the CPU, the last one
 
     def add_layer(self, stacks: Sequence[ExpertTable]) -> None:
         """Adds the next layer. ValueError if one of its experts does not fit into a buffer."""
@@ -137,6 +149,13 @@ class ExpertStream:
         self.resident = np.zeros((len(self._layers), num_experts), bool)
         self.counters = StreamCounters(len(self._layers))
 
+    def set_times(self, times: MissTimes) -> None:
+        """Begins anew with forecasts of what the CPU takes. No step may be running."""
+        self._cpu_share = CpuShare(self._host.max_rows)
+        if self._layers:
+            sizes = [sum(layer.sizes) for layer in self._layers]
+            self._cpu_share.begin_with(times, sum(sizes) / len(sizes))
+
     def start_step(self, rows: int) -> None:
         """Call before a step of `rows` rows whose experts are shared out."""
         self._drop_groups()
@@ -146,6 +165,7 @@ class ExpertStream:
         self._with_cpu = is_possible and self._cpu_part.choose(rows)
         self._begun = (rows, time.perf_counter()) if is_possible else None
         self._missed_bytes = 0
+        self._cpu_share.bus.start_step()
         self._locked.clear()
         if self._with_cpu:
             self._host.bulk_server.begin()
@@ -159,8 +179,11 @@ class ExpertStream:
         self.settle()  # experts that a pool kept in place for copies are free again
         if self._begun is not None:
             rows, start = self._begun
-            on_bus = self._missed_bytes / self._cpu_share.bus_rate
-            self._cpu_part.learn(rows, time.perf_counter() - start, on_bus, with_cpu=self._with_cpu)
+            if (rows, self._with_cpu) in self._known:  # rates and kernels are new to the first step
+                rate = self._cpu_share.bus.alone
+                on_bus = self._missed_bytes / rate if rate else 0.0
+                self._cpu_part.learn(rows, time.perf_counter() - start, on_bus, with_cpu=self._with_cpu)
+            self._known.add((rows, self._with_cpu))
         self._host.bulk_server.end()
         self._host.bulk_server.check()
         self._host.bulk.check()
@@ -201,7 +224,8 @@ class ExpertStream:
         `compute` queues the work of staged groups. places: see `answer`; it was there before `ask`. Raises
         ModelChangedError, DeviceError.
         """
-        if graphs.recording() is not None:
+        if graphs.recording() is not None and self._begun is not None:
+            self._known.add((self._begun[0], self._with_cpu))
             self._begun = None  # the step takes longer than others
         self._ids_there.synchronize()
         ids = self._host.wanted_ids[:tokens]
@@ -215,16 +239,24 @@ class ExpertStream:
         for group in self._waiting:
             missing[group.experts] = False
         order = bus_order(counts, missing, self._with_cpu)
-        num_on_cpu = self._num_on_cpu(layer, tokens, len(order)) if self._with_cpu else 0
+        num_on_cpu = self._num_on_cpu(layer, tokens, counts[order]) if self._with_cpu else 0
         streamed, on_cpu = order[: len(order) - num_on_cpu], order[len(order) - num_on_cpu :]
         self.counters.on_cpu[layer] += num_on_cpu
         if self._with_cpu:
             self._host.choose_bulk(ids, on_cpu, num_experts)
-            self._send_places(places, tokens)
         if on_cpu:
-            self._learn_cpu(tokens, num_on_cpu)
+            before = self._asked
+            self._asked = _Request(
+                tokens, counts[on_cpu], sum(self._layers[layer].sizes), self._host.bulk_seconds
+            )
             self._x_there.synchronize()
             self._host.ask_bulk(layer, tokens)
+            if before is not None:
+                self._cpu_share.learn_cpu(
+                    before.rows, before.of_experts, before.expert_bytes, self._asked.seconds - before.seconds
+                )
+        if self._with_cpu:
+            self._send_places(places, tokens)
         self._learn_bus()
         self._lookahead.learn(len(self._moving), self._shape.count)
         self._stream(layer, streamed, counts, tokens <= MAX_SHORT_ROWS, compute)
@@ -252,28 +284,21 @@ class ExpertStream:
         wait_answer_cuda(self._host.bulk)
         return RowsElsewhere(places[:tokens], self._host.bulk.out[:tokens], places[tokens:].reshape(-1)[:2])
 
-    def _num_on_cpu(self, layer: int, tokens: int, num_experts: int) -> int:
+    def _num_on_cpu(self, layer: int, tokens: int, rows: Array) -> int:
+        """rows: of the layer's experts that are not on their way, in the order of the bus."""
         moving = 0
         for each in reversed(self._moving):  # those before one that is over are over
             if each.transfer.is_over:
                 break
             moving += each.transfer.num_bytes
-        return self._cpu_share.split(tokens, num_experts, sum(self._layers[layer].sizes), moving)
-
-    def _learn_cpu(self, rows: int, num_experts: int) -> None:
-        """Updates the CPU's measured rate by its last request. The next one is for so many experts."""
-        seconds = self._host.bulk_seconds
-        if self._asked is not None:
-            of_rows, count, before = self._asked
-            self._cpu_share.learn_cpu(of_rows, count, seconds - before)
-        self._asked = rows, num_experts, seconds
+        return self._cpu_share.split(tokens, rows, sum(self._layers[layer].sizes), moving)
 
     def _learn_bus(self) -> None:
         """Updates the measured rate of the bus by copies that are over."""
         while self._moving and self._moving[0].transfer.is_over:
             ended = self._moving.popleft()
             ended.finish()
-            self._cpu_share.learn_bus(ended.transfer.num_bytes, ended.transfer.seconds)
+            self._cpu_share.bus.learn(ended.transfer.num_bytes, ended.transfer.seconds)
 
     def _stream(
         self, layer: int, experts: Sequence[int], counts: Array, is_short: bool, compute: Compute

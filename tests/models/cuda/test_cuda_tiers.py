@@ -81,9 +81,7 @@ def test_whoever_computes_what_a_prompt_lacks(
     cpu_share: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        CpuShare, "split", lambda self, rows, num_experts, *rest: round(cpu_share * num_experts)
-    )
+    monkeypatch.setattr(CpuShare, "split", lambda self, rows, experts, *rest: round(cpu_share * len(experts)))
     with open_partly(path, 0.1, in_ram=0.3, context_length=CONTEXT) as runner:
         check_outputs(runner, expected)
 

@@ -12,7 +12,8 @@ from one_sequence import OneSequence, open_cpu
 from runner_cases import token_ids, write_mixed_layers
 
 from coldstream.experts import miss_shares
-from coldstream.experts.cpu_share import CpuPart, CpuShare, Lookahead
+from coldstream.experts.cpu_part import CpuPart
+from coldstream.experts.cpu_share import CpuShare, Lookahead
 from coldstream.experts.miss_shares import MissShares
 from coldstream.experts.prefetch import Prefetching
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_RANKS, MAX_SHARED_ROWS
@@ -66,8 +67,8 @@ def random_controls(rng: np.random.Generator) -> Iterator[None]:
                 table[counts] = rng.integers(0, np.arange(MAX_RANKS + 1) + 1)
         return tuple(tables)
 
-    def split(share: CpuShare, rows: int, num_experts: int, *_: int) -> int:
-        return int(rng.integers(0, num_experts + 1))
+    def split(share: CpuShare, rows: int, experts: np.ndarray, *_: int) -> int:
+        return int(rng.integers(0, len(experts) + 1))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(miss_shares, "STEPS_OF_AN_UPDATE", 1)

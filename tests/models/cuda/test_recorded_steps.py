@@ -11,7 +11,7 @@ from runner_cases import token_ids, write_mixed_layers
 from tree_cases import CONTEXT
 
 from coldstream.errors import DeviceError
-from coldstream.experts.cpu_share import CpuPart
+from coldstream.experts.cpu_part import CpuPart
 from coldstream.experts.prefill import ExpertStream
 from coldstream.kernels.cuda.runtime.graphs import Pieces
 from coldstream.models.cuda.limits import padded_rows
@@ -115,15 +115,17 @@ def test_ex01_a_step_that_fails_while_it_is_recorded_or_replayed_leaves_the_next
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_recorded_step_is_not_compared_with_others(
+def test_the_first_step_of_a_way_and_the_one_that_is_recorded_are_not_compared_with_others(
     path: Path, plain: OneSequence, replays: list[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes longer."""
-    learned: list[int] = []
-    monkeypatch.setattr(CpuPart, "choose", lambda self, rows: True)
-    monkeypatch.setattr(CpuPart, "learn", lambda self, rows, *_, with_cpu: learned.append(len(replays)))
+    """They take longer."""
+    ways, learned = [True, True, True, True, False, False], list[tuple[bool, int]]()
+    monkeypatch.setattr(CpuPart, "choose", lambda self, rows: ways[0])
+    monkeypatch.setattr(
+        CpuPart, "learn", lambda self, rows, *_, with_cpu: learned.append((with_cpu, len(replays)))
+    )
     with open_partly(path, 0.0, context_length=CONTEXT, chunk_size=ROWS) as runner:
-        learned.clear()  # steps that warm up
-        for number in range(4):
+        for number in range(len(ways)):
             check(runner, plain, ROWS, first=number)
-    assert learned == [0, 1, 2]
+            ways.pop(0)
+    assert learned == [(True, 1), (True, 2), (False, 3)]

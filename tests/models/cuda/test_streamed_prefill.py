@@ -33,9 +33,9 @@ from coldstream.models.read_spec import read_spec
 CONTEXT = 640
 LENGTHS = (65, 168, 300, 513)
 CPU_SHARES: dict[str, Callable[..., int]] = {
-    "none": lambda self, rows, num_experts, *rest: 0,
-    "some": lambda self, rows, num_experts, *rest: num_experts // 3,
-    "all": lambda self, rows, num_experts, *rest: num_experts,
+    "none": lambda self, rows, experts, *rest: 0,
+    "some": lambda self, rows, experts, *rest: len(experts) // 3,
+    "all": lambda self, rows, experts, *rest: len(experts),
 }
 MIB = 2**20
 
