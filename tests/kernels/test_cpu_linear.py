@@ -129,10 +129,11 @@ def test_hostile_activations(quant_type: QuantType, tier: str) -> None:
 
 @pytest.mark.parametrize("tier", ["generic", *VECTOR_TIERS])
 def test_several_weights_share_one_input(tier: str) -> None:
+    """Also where some types take a few rows as tiles, and others as rows."""
     types = list(QuantType)
     weights = [random_weight(t, (3 + 8 * i, 256), i) for i, t in enumerate(types)]
     runtime = _csrc.Runtime(2, tier)
-    for rows in (1, 2, 8, 20, 40, 130):
+    for rows in (*range(1, 9), 20, 40, 130):
         x = activations(rows, rows, 256)
         together = linear(runtime, x, [load(weight) for weight in weights])
         for weight, result in zip(weights, together, strict=True):
@@ -160,16 +161,19 @@ def test_a_graph_runs_with_fewer_rows(tier: str) -> None:
     capacity, cols = 40, 512
     runtime = _csrc.Runtime(2, tier)
     x = activations(3, capacity, cols)
-    weight = random_weight(QuantType.Q4_K, (70, cols), 3)
-    out = torch.empty(capacity, 70)
+    types = QuantType.Q4_K, QuantType.Q6_K, QuantType.Q8_0
+    weights = [random_weight(quant_type, (70, cols), 3) for quant_type in types]
+    outs = [torch.empty(capacity, 70) for _ in weights]
     runtime.begin_capture(capacity)
-    _csrc.linear(runtime, x, [load(weight)], [out])
+    _csrc.linear(runtime, x, [load(weight) for weight in weights], outs)
     graph = runtime.end_capture()
-    for rows in (1, 2, 8, 9, 33, capacity):
-        out.fill_(torch.nan)
+    for rows in (*range(1, 10), 33, capacity):
+        for out in outs:
+            out.fill_(torch.nan)
         graph.run(rows)
-        assert same_bits(out[:rows], linear(runtime, x[:rows], [load(weight)])[0])
-        assert out[rows:].isnan().all()
+        for weight, out in zip(weights, outs, strict=True):
+            assert same_bits(out[:rows], linear(runtime, x[:rows], [load(weight)])[0])
+            assert out[rows:].isnan().all()
 
 
 def test_bad_arguments_are_named() -> None:

@@ -40,9 +40,13 @@ class LinearOp : public Op {
   bool runs_alone(int stage, int rows) const override;
 
  private:
-  // Rows are packed into tiles if all integer weights are better multiplied so.
-  bool is_tiled(int rows) const;
+  // Whether so many rows are packed into tiles for the weights of this part, of any part, and whether they
+  // are read as rows by an integer one.
+  bool is_tiled(const LinearPart& part, int rows) const;
+  bool has_tiled(int rows) const;
+  bool has_untiled(int rows) const;
   bool quantizes_apart() const;
+  size_t tile_bytes(int rows) const;
   void quantize(int rows, Worker& w) const;
   void multiply_slices(int rows, Worker& w) const;
   void multiply_range(int64_t begin, int64_t end, int rows, std::byte* quantized, std::byte* memory,
@@ -50,6 +54,7 @@ class LinearOp : public Op {
   void quantize_row(int64_t t, std::byte* memory) const;
   void quantize_tile(int64_t tile, int rows, ActivationForm form, Worker& w) const;
   ActivationTile* tiles_of(ActivationForm form, int rows, Worker& w) const;
+  std::byte* rows_of(int rows, Worker& w) const;
   void multiply_slice(const LinearPart& part, int64_t begin, int64_t end, int first_row, int num_rows,
                       const ActivationTile* tiles, std::byte* quantized, std::byte* memory) const;
 
