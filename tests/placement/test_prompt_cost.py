@@ -11,13 +11,17 @@ from test_cost import H200, rates
 from bench.full_size_forecast import FULL_SIZES
 from bench.report.tables import load
 from coldstream.kernels.experts.shapes import MATRICES, MAX_SHARED_ROWS
+from coldstream.models.cuda.limits import MAX_GRAPH_ROWS
 from coldstream.placement.prompt_cost import (
     COPIES_LAUNCHES,
     COPY_LAUNCHES,
     GROUP_LAUNCHES,
     MAX_CPU_ROWS,
+    MAX_RECORDED_ROWS,
     PIECE_S,
     PROMPT_LAUNCHES,
+    RECORDED_GROUP_LAUNCHES,
+    RECORDED_LAUNCHES,
     TILE_ROWS,
     UNPACK_SHARE,
     expected_rows,
@@ -113,8 +117,18 @@ def test_a_larger_ring_never_makes_a_prompt_slower(count: int, ring: int, more: 
 def launching(count: int, experts_of_group: int, of_copies: float) -> float:
     """Seconds in which a thread launches a step without any experts, with those in groups of so many."""
     groups = expected_touched(expected_rows(FULL_SIZES, None, count), count).sum() / experts_of_group
-    launches = FULL_SIZES.num_layers * PROMPT_LAUNCHES + groups * (GROUP_LAUNCHES + of_copies)
+    of_layer, of_group = PROMPT_LAUNCHES, GROUP_LAUNCHES
+    if count <= MAX_RECORDED_ROWS:
+        of_layer, of_group = RECORDED_LAUNCHES, RECORDED_GROUP_LAUNCHES
+    launches = FULL_SIZES.num_layers * of_layer + groups * (of_group + of_copies)
     return float(H200.shares.queue_s * launches)
+
+
+def test_steps_are_recorded_up_to_as_many_rows_as_a_runner_records() -> None:
+    assert MAX_RECORDED_ROWS == MAX_GRAPH_ROWS
+    assert launching(MAX_RECORDED_ROWS, 16, COPY_LAUNCHES) < launching(
+        MAX_RECORDED_ROWS + 1, 16, COPY_LAUNCHES
+    )
 
 
 def test_a_ring_of_single_experts_is_bound_by_the_thread_that_launches() -> None:

@@ -23,7 +23,7 @@ from coldstream.placement.kept_json import NoFileError, read_json, store_json
 
 RATES_FILE: Final = "hardware.json"
 DATE_FORMAT: Final = "%Y-%m-%d %H:%M UTC"  # of `Hardware.measured_at`
-_VERSION: Final = 7
+_VERSION: Final = 8
 _MAX_BYTES: Final = 1 << 16
 _OPTIONAL: Final = "handshake_s"  # not every driver can be asked
 CPU_RATES: Final = ("read_bytes_per_s", "product_values_per_s")

@@ -27,6 +27,11 @@ from coldstream.placement.sizes import BUFFER_BYTES, MIN_BUFFERS, SHARE_WITH_PLA
 Array = np.ndarray[Any, Any]
 
 PROMPT_LAUNCHES: Final = 23.4  # of a layer
+# Of a step whose launches are recorded: what a layer takes the host between its graphs, and a group, in
+# launches.
+RECORDED_LAUNCHES: Final = 18
+RECORDED_GROUP_LAUNCHES: Final = 1.5
+MAX_RECORDED_ROWS: Final = 2048  # most rows of such a step
 TILE_ROWS: Final = 64  # of an expert that are multiplied together
 UNPACK_SHARE: Final = 0.66  # of a whole tile's time: what it takes for its weights, whatever its rows
 ATTENTION_SHARE: Final = 0.18  # of the rate of large matrices: attention
@@ -38,8 +43,8 @@ HOST_LAYER_S: Final = 1.2e-3
 PIECE_S: Final = 2.7e-6  # of a copy of an expert's matrix, whatever its bytes
 # What the copies of a group take the thread that launches what no graph has, in launches. Where the CPU
 # computes experts, a group has many short copies.
-COPY_LAUNCHES: Final = 7 / 3
-COPIES_LAUNCHES: Final = 17 / 3
+COPY_LAUNCHES: Final = 1.4
+COPIES_LAUNCHES: Final = 3
 GROUP_LAUNCHES: Final = 5  # of a group: its addresses, its tiles, two products, and what is between these
 CPU_ROW_S: Final = 1.2e-5  # per layer and row of a prompt on one core, beside products
 # Most tokens of a prefill step in which the CPU computes experts. With more, the GPU takes longer than the
@@ -193,7 +198,7 @@ def _step_seconds(
     num_experts = float(touched[missing].sum())
     copied = float(num_bytes.sum()) / rates.link_bytes_per_s + MATRICES * num_experts * PIECE_S
     groups = num_experts / ring.group
-    launches = float(_launching_seconds(model, rates, np.asarray(groups), COPY_LAUNCHES))
+    launches = float(_launching_seconds(model, rates, count, np.asarray(groups), COPY_LAUNCHES))
     without_cpu = max(copied, compute, launches) + copied / model.num_layers
     if count > MAX_CPU_ROWS:
         return without_cpu
@@ -206,7 +211,7 @@ def _step_seconds(
     lost = read * (rates.link_bytes_per_s - rates.link_beside_read) / rates.read_beside_link
     if count > ring.most_shared:  # divided by the host; copies begin ahead of the router
         waits, share = compute + model.num_layers * HOST_LAYER_S, left / read[-1]
-        launching = _launching_seconds(model, rates, share * groups, COPIES_LAUNCHES)
+        launching = _launching_seconds(model, rates, count, share * groups, COPIES_LAUNCHES)
         on_bus = share * copied + lost / rates.link_bytes_per_s
         with_cpu = np.maximum(np.maximum(seconds + waits, on_bus), launching).min()
         return min(float(with_cpu), without_cpu)  # a run tries both ways
@@ -214,9 +219,12 @@ def _step_seconds(
     return compute + float(np.maximum(seconds, on_bus).min())
 
 
-def _launching_seconds(model: ModelSizes, rates: Rates, groups: Array, of_copies: float) -> Array:
-    """Seconds of the thread that launches a step which is no graph, with so many groups of copies."""
-    launches = model.num_layers * PROMPT_LAUNCHES + groups * (GROUP_LAUNCHES + of_copies)
+def _launching_seconds(model: ModelSizes, rates: Rates, count: int, groups: Array, of_copies: float) -> Array:
+    """Seconds of the thread that launches a step of `count` rows, with so many groups of copies."""
+    is_recorded = count <= MAX_RECORDED_ROWS
+    of_layer = RECORDED_LAUNCHES if is_recorded else PROMPT_LAUNCHES
+    of_group = RECORDED_GROUP_LAUNCHES if is_recorded else GROUP_LAUNCHES
+    launches = model.num_layers * of_layer + groups * (of_group + of_copies)
     return np.asarray(rates.shares.queue_s * launches)
 
 
