@@ -200,13 +200,39 @@ def test_an_expert_that_leaves_the_gpu_takes_the_place_of_one_that_is_worth_less
             pool.release(*divmod(number, NUM_EXPERTS))
 
 
-def test_nothing_comes_back_to_memory_that_is_not_locked(
+@given(data=st.data())
+def test_what_the_gpu_may_read_leaves_the_first_slots_in_the_order_to_others(
+    file: GGUFFile, data: st.DataObject
+) -> None:
+    """Of the experts in the pool, without those that it has itself."""
+    num_slots = data.draw(st.integers(5, 12), "slots")
+    with opened(file, num_slots) as (_, pool):
+        before = data.draw(st.permutations(range(NUM_ALL)), "experts")
+        before = before[: data.draw(st.integers(0, num_slots), "filled")]
+        pool.load(
+            [sorted(n % NUM_EXPERTS for n in before if n // NUM_EXPERTS == i) for i in range(NUM_LAYERS)]
+        )
+        scores = np.array(data.draw(st.permutations(range(NUM_ALL)), "scores"), np.float64)
+        on_gpu = np.array(data.draw(st.lists(st.booleans(), min_size=NUM_ALL, max_size=NUM_ALL), "on gpu"))
+        pool.order(scores, on_gpu)
+        in_order = sorted(before, key=lambda number: (not on_gpu[number], scores[number]))
+        num_spare = min(NUM_LAYERS, num_slots // 2)  # of a token that uses one expert of a layer
+        expected = {number for number in in_order[num_spare:] if not on_gpu[number]}
+        assert set(np.flatnonzero(pool.lasting).tolist()) == expected
+
+
+def test_nothing_comes_back_to_memory_that_is_not_locked_and_the_gpu_reads_nothing_there(
     file: GGUFFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RegisteredMemory, "register", lambda *_, **__: None)
-    with opened(file, 6) as (_, pool):
-        pool.order(np.arange(NUM_ALL, dtype=np.float64), np.zeros(NUM_ALL, bool))
-        assert pool.room_for(1, 2) is None
+    for is_locked in (True, False):
+        with monkeypatch.context() as patch, opened(file, 6) as (_, pool):
+            if not is_locked:
+                patch.setattr(RegisteredMemory, "register", lambda *_, **__: None)
+                pool.empty()
+            pool.load([[0, 1, 3, 4]])
+            pool.order(np.arange(NUM_ALL, dtype=np.float64), np.zeros(NUM_ALL, bool))
+            assert pool.lasting.any() == is_locked
+            assert (pool.room_for(1, 2) is not None) == is_locked
 
 
 def test_what_was_done_before_the_pool_was_emptied_does_not_count(file: GGUFFile) -> None:

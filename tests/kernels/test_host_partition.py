@@ -53,10 +53,17 @@ class Layer:
     times: MissTimes | None
     num_staging: int = 64  # places for experts from the bus
     keys: list[int] = field(default_factory=list)  # of places of the ring
+    pooled: list[list[int]] | None = None  # by matrix and expert; 0: the GPU cannot read it
     num_experts: int = 0
 
     def __post_init__(self) -> None:
         self.num_experts = len(self.slots[0])
+
+    def over_bus(self, expert: int) -> tuple[int, ...]:
+        """Where the GPU reads an expert in the host's memory; the first is 0 if it cannot."""
+        if self.pooled is not None:
+            return tuple(matrix[expert] for matrix in self.pooled)
+        return tuple(first and first + expert * step for first, step in zip(self.mapped, STEPS, strict=True))
 
 
 STEPS = (48, 80, 112)
@@ -70,7 +77,7 @@ def expected(
     layer: Layer, ids: Rows, *, is_staged: bool = True
 ) -> tuple[dict[int, tuple[int, ...]], set[int], list[int]]:
     """(gate, up, down) of each chosen expert, the ring's places that are used, the experts from the bus in
-    ascending order. is_staged: whether those are copied; otherwise they are mapped.
+    ascending order. is_staged: whether those are copied; otherwise they are read where they are.
     """
     used_places: set[int] = set()
     places, missing = {}, []
@@ -86,17 +93,17 @@ def expected(
         else:
             missing.append(expert)
             places[expert] = ON_CPU
-    if not layer.mapped[0] or layer.times is None:
+    readable = [expert for expert in missing if layer.over_bus(expert)[0]]
+    if layer.times is None:
         return places, used_places, []
     if is_staged:
-        chosen = streamed_experts(ids, missing, layer.times, layer.num_staging)
+        chosen = streamed_experts(ids, readable, layer.times, layer.num_staging)
     else:
-        chosen = set(missing[: layer.times.by_misses(len(missing))[-1]])  # of a single token
+        chosen = set(readable[: layer.times.by_misses(len(missing))[-1]])  # of a single token
     streamed = sorted(chosen)
     for number, expert in enumerate(streamed):
         staged = tuple(STAGING + number * PLACE_BYTES + offset for offset in OFFSETS)
-        mapped = tuple(first + expert * step for first, step in zip(layer.mapped, STEPS, strict=True))
-        places[expert] = staged if is_staged else mapped
+        places[expert] = staged if is_staged else layer.over_bus(expert)
     return places, used_places, streamed
 
 
@@ -128,11 +135,12 @@ class Shared:
             ExpertPlaces(data=STAGING, place_bytes=PLACE_BYTES, offsets=offsets, count=layer.num_staging),
         )
         self._slots = [torch.tensor(slots) for slots in layer.slots]
+        pools = [None] * MATRICES if layer.pooled is None else list(map(torch.tensor, layer.pooled))
         words = (0,) * NUM_WORDS if layer.times is None else layer.times.words()
         self._times = torch.tensor(words, dtype=torch.int32)
         stacks = [
-            ExpertTable(slots, QuantType.Q8_0, 1, 32, True, None, mapped, step)
-            for slots, mapped, step in zip(self._slots, layer.mapped, STEPS, strict=True)
+            ExpertTable(slots, QuantType.Q8_0, 1, 32, True, None, mapped, step, pooled=pooled)
+            for slots, mapped, step, pooled in zip(self._slots, layer.mapped, STEPS, pools, strict=True)
         ]
         self.sharing = sharing_of(
             stacks, self._times, self.box, layer.number, self.places, self.used, prefetched,
@@ -191,6 +199,11 @@ def layers(draw: st.DrawFn) -> tuple[Layer, list[list[int]]]:
     mapped = (
         [draw(st.integers(1, 1 << 46)) for _ in range(MATRICES)] if draw(st.booleans()) else [0] * MATRICES
     )
+    pooled = None
+    if draw(st.booleans()):
+        address = st.one_of(st.just(0), st.integers(1, 1 << 46))
+        in_pool = [draw(address) for _ in range(num_experts)]
+        pooled = [[first and first + matrix for first in in_pool] for matrix in range(MATRICES)]
     number = draw(st.integers(0, MAX_LAYERS - 1))
     key = st.one_of(
         st.just(0),
@@ -205,7 +218,7 @@ def layers(draw: st.DrawFn) -> tuple[Layer, list[list[int]]]:
     row = st.permutations(range(num_experts)).map(lambda order: list(order[:ranks]))
     ids = draw(st.lists(row, min_size=1, max_size=9))
     times = draw(st.one_of(st.none(), miss_times(), miss_times()))
-    return Layer(number, slots, mapped, times, draw(st.sampled_from([0, 1, 3, 64])), keys), ids
+    return Layer(number, slots, mapped, times, draw(st.sampled_from([0, 1, 3, 64])), keys, pooled), ids
 
 
 @pytest.mark.usefixtures("host")
@@ -286,12 +299,19 @@ def test_one_pair_of_many_tokens_is_missing(asking: int, tokens: int) -> None:
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("experts", [6, 40])
 @pytest.mark.parametrize("missing", [0.0, 0.5, 1.0])
-def test_a_single_token_is_shared_out_by_its_router_alike(experts: int, missing: float) -> None:
+@pytest.mark.parametrize("in_pool", [None, 0.0, 0.6, 1.0])
+def test_a_single_token_is_shared_out_by_its_router_alike(
+    experts: int, missing: float, in_pool: float | None
+) -> None:
     """The launch for one token and that for several put its pairs into the same places, except that a
-    router's streamed experts are read where they are mapped.
+    router's streamed experts are read where they are, mapped or in a pool.
     """
     ranks, cols = min(experts, 16), 48
     layer, generator = random_layer(experts, missing, 3), torch.Generator().manual_seed(experts)
+    if in_pool is not None:
+        there = (torch.rand(experts, generator=generator) < in_pool).long()
+        pooled = [(there * (first + torch.arange(experts))).tolist() for first in (1 << 20, 2 << 20, 3 << 20)]
+        layer = replace(layer, pooled=pooled)
     x, weight = (torch.randn(n, cols, generator=generator) for n in (1, experts))
     shared = Shared(layer, torch.zeros(1, ranks, dtype=torch.int32), x)
     router_gemv_cuda(

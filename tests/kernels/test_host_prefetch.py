@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,6 +47,18 @@ class Memory:
             for rows, data, size in zip(ROWS[quant_type], self.bytes, sizes, strict=True)
         ]
         self.place_bytes = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+
+    def in_pool(self, experts: set[int]) -> None:
+        """The device reads these in a pool, in another order, and no others."""
+        self._pool = [data.flip(0).contiguous() for data in self.bytes]
+        tables = [
+            torch.tensor([places[-1 - e].data_ptr() if e in experts else 0 for e in range(EXPERTS)])
+            for places in self._pool
+        ]
+        self.stacks = [
+            replace(stack, mapped=0, step=0, pooled=table)
+            for stack, table in zip(self.stacks, tables, strict=True)
+        ]
 
 
 def ring_of(distance: int, count: int, memory: Memory) -> PrefetchRing:
@@ -112,6 +125,7 @@ guess_rows = st.lists(
     quant_type=st.sampled_from(list(ROWS)),
     with_slots=st.sets(st.integers(0, EXPERTS - 1)),
     with_some=st.dictionaries(st.integers(0, EXPERTS - 1), st.integers(0, 2)),
+    in_pool=st.none() | st.sets(st.integers(0, EXPERTS - 1)),
     in_time=st.lists(st.integers(0, MAX_PREFETCHED), min_size=MAX_RANKS + 1, max_size=MAX_RANKS + 1),
 )
 @settings(max_examples=100)
@@ -122,12 +136,15 @@ def test_the_most_wanted_without_a_slot_arrive_whole(
     quant_type: QuantType,
     with_slots: set[int],
     with_some: dict[int, int],
+    in_pool: set[int] | None,
     in_time: list[int],
 ) -> None:
     """Repeated and impossible guesses among them. An expert with one slot of three is missing. No more are
-    copied than come in time by the table of as many tokens.
+    copied than come in time by the table of as many tokens, and those that a pool lacks are not.
     """
     memory, layer = Memory(quant_type, count), 3
+    if in_pool is not None:
+        memory.in_pool(in_pool)
     for expert in with_slots:
         for stack in memory.stacks:
             stack.addresses[expert] = 1
@@ -138,7 +155,8 @@ def test_the_most_wanted_without_a_slot_arrive_whole(
     in_time = [min(each, misses) for misses, each in enumerate(in_time)]
     right, wrong = (BY_FETCHES, BY_SHARED_FETCHES)[:: 1 if len(guesses) == 1 else -1]
     fetch(ring, layer, guesses, memory, layer, table((right, in_time), (wrong, in_time[::-1])))
-    missing = wanted(guesses, with_slots, EXPERTS)
+    outside = set() if in_pool is None else set(range(EXPERTS)) - in_pool
+    missing = wanted(guesses, with_slots | outside, EXPERTS)
     assert brought(ring, layer, memory) == missing[: min(count, in_time[min(len(missing), MAX_RANKS)])]
     others = [each for each in range(distance + 1) if each != layer % (distance + 1)]
     assert not ring._keys[others].any(), "nor any place of another layer"

@@ -1,5 +1,7 @@
 """Streamed experts on the host: those that were listed are in their places, and nothing else is written."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from guarded import POISON_BYTE, Guarded
@@ -36,12 +38,17 @@ def layer_of(quant_type: QuantType, rows: tuple[int, ...]) -> tuple[list[torch.T
     rows=st.tuples(*[st.integers(1, 150)] * MATRICES),
     experts=st.lists(st.integers(0, EXPERTS - 1), unique=True),
     blocks=st.sampled_from([1, 5, stage.BLOCKS]),
+    is_in_pool=st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
 def test_listed_experts_are_in_their_places(
-    quant_type: QuantType, rows: tuple[int, ...], experts: list[int], blocks: int
+    quant_type: QuantType, rows: tuple[int, ...], experts: list[int], blocks: int, is_in_pool: bool
 ) -> None:
     data, stacks = layer_of(quant_type, rows)
+    if is_in_pool:  # in another order
+        pool = [memory.flip(0).contiguous() for memory in data]
+        tables = [torch.tensor([places[-1 - e].data_ptr() for e in range(EXPERTS)]) for places in pool]
+        stacks = [replace(each, mapped=0, pooled=table) for each, table in zip(stacks, tables, strict=True)]
     places = Guarded(
         EXPERTS, sum(-(-each.shape[1] // ALIGNMENT) * ALIGNMENT for each in data), dtype=torch.uint8
     )

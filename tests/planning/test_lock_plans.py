@@ -1,5 +1,6 @@
 """A plan follows what the machine refused to page-lock when a model was opened last."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from test_prefetch_choice import MACHINE, budget_for_a_part_of_the_experts
 
 from coldstream.assets import demo_model_path
 from coldstream.engine import EngineConfig
+from coldstream.errors import OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.read_spec import read_spec
 from coldstream.placement.forecast import forecast
@@ -61,6 +63,25 @@ def test_a_part_that_is_locked_is_forecast_between_all_and_nothing(one: int, oth
     )
     assert none <= parts[0] <= parts[1] <= all_of_it == speed(whole)
     assert planned_after(LockRefusal(WHEN, 2**60 - 1, less)).run == whole.run
+
+
+def test_a_pool_that_is_locked_in_part_is_read_by_the_cpu_alone() -> None:
+    """Its experts move: the GPU reads all of it or nothing."""
+    before = planned_after(None)
+    with pytest.raises(OutOfMemoryError) as caught:
+        planned_after(None, ram=2**20)
+    (least,) = re.findall(r"try --ram (\d+)M", str(caught.value))
+    less = (int(least) + 8) * 2**20
+    pooled = planned_after(None, ram=less)
+    assert pooled.run.pool is not None
+    assert pooled.run.miss_times == before.run.miss_times
+    for locked, reads in ((pooled.locked_bytes - 1, False), (pooled.locked_bytes, True)):
+        after = planned_after(LockRefusal(WHEN, 2**60 - 1, locked), ram=less)
+        assert (after.run.miss_times is not None) == reads
+        assert after.plan == pooled.plan
+        assert (after.lock_warnings(LIMITS) == ()) == reads
+        with_pool = [forecast(each.plan, each.known, pool=each.run.pool) for each in (after, pooled)]
+        assert (with_pool[0].decode < with_pool[1].decode) != reads
 
 
 def test_a_model_that_finds_room_in_what_was_locked_is_planned_as_ever() -> None:

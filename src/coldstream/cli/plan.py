@@ -195,7 +195,7 @@ def _described_estimates(planned: "Planned") -> Iterator[str]:
     rates, plan, pool = planned.known.rates, planned.plan, planned.run.pool
     if assumed := rates.describe_assumed(rates_used(plan, pool)):
         yield f"not measured on this machine but assumed: {assumed}"
-    if estimated := rates.shares.describe_estimated(shares_used(plan, pool)):
+    if estimated := rates.shares.describe_estimated(shares_used(plan)):
         yield f"not measured on this machine but estimated by others: {estimated}"
 
 

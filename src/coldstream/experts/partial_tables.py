@@ -9,6 +9,7 @@ from coldstream.kernels.cuda.contents import clear
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.memory import Memory
 from coldstream.kernels.experts.cuda_layer import Stacks, stacks_of
+from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import ExpertWeights
 
@@ -18,7 +19,8 @@ class PartialTables:
 
     `layers` has the tables of each layer that may miss an expert, and `routers` its router's weight. They are
     in the model's order without `whole_layers`, as `slot_shares` numbers them. The device reads experts over
-    the bus only after `connect`. `host` is None over a `MemoryPlan`.
+    the bus only after `connect`; those of a pool, once `ExpertResidency` has written where they are. `host`
+    is None over a `MemoryPlan`.
     """
 
     def __init__(self, memory: Memory, host: HostExperts | None, whole_layers: Collection[int]) -> None:
@@ -54,12 +56,21 @@ class PartialTables:
         for router, weights in layers:
             if not weights.gate.is_partial:
                 continue
-            stacks = stacks_of(weights)
+            stacks = self._with_pool(stacks_of(weights))
             self._numbers[id(weights.gate)] = len(self.layers)
             self.layers.append(stacks)
             self.routers.append(router)
             if self._host is not None:
                 self._host.add_layer(stacks)
+
+    def _with_pool(self, stacks: Stacks) -> Stacks:
+        """The tables of a layer, with those of its experts in a pool, whose memory is taken for any host."""
+        pooled = self._memory.persistent((MATRICES, len(stacks[0].addresses)), "int64")
+        if self._host is None or self._host.pool is None:
+            return stacks
+        clear(pooled)
+        gate, up, down = (replace(stack, pooled=each) for stack, each in zip(stacks, pooled, strict=True))
+        return gate, up, down
 
     def connect(self) -> None:
         """Enters the addresses at which the device reads experts into `layers`. Waits until it can."""
@@ -71,13 +82,16 @@ class PartialTables:
         return self._numbers[id(weights.gate)]
 
     def reads(self, number: int) -> bool:
-        """Whether the device can read the experts of a layer over the bus; assumed without a `host`."""
-        return self._host is None or all(stack.mapped for stack in self.layers[number])
+        """Whether the device can read experts of a layer over the bus: all, or those in a pool. Without a
+        `host` it is assumed.
+        """
+        stacks = self.layers[number]
+        return self._host is None or all(stack.mapped or stack.pooled is not None for stack in stacks)
 
     @property
     def is_readable(self) -> bool:
-        """Whether the device can read all experts over the bus."""
-        return all(map(self.reads, range(len(self.layers))))
+        """Whether the device can read all experts over the bus, wherever they are."""
+        return self.is_mapped and all(map(self.reads, range(len(self.layers))))
 
     @property
     def is_mapped(self) -> bool:

@@ -4,11 +4,13 @@ The CPU's threads read the experts that the GPU asks for into the pool, and comp
 (`kernels/csrc/hybrid/expert_server.h`). This module keeps an expert in place while a copy to the GPU reads
 it. Between steps it says which slots are overwritten first: those of experts that the GPU holds by now, whose
 bytes are there twice, and then those of the lowest scores. An expert that leaves the GPU comes back in place
-of one that is worth less, so that nobody reads it from the disk again.
+of one that is worth less, so that nobody reads it from the disk again. All but the first in that order last:
+the GPU reads them in the pool (`slots/pool_reads.py`).
 
 Layers are numbered as by `partial_experts.py:slot_shares`.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -17,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from coldstream.experts.cpu.disk_tier import DiskStatistics, Progress
-from coldstream.experts.cpu.pooled_stacks import PooledStacks
+from coldstream.experts.cpu.pooled_stacks import MOST_ORDERED, PooledStacks
 from coldstream.gguf.reader import TensorInfo
 from coldstream.kernels import _csrc
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
@@ -46,6 +48,13 @@ class RamPool:
         num_staging = max(1, min(2 * num_experts_per_tok, fewest - num_experts_per_tok))
         assert fewest > num_staging, "a plan has room for more than one expert"
         stacks.allocate(num_slots, num_staging)
+        num_layers = Counter(map(stacks.pool.class_of, range(stacks.num_layers)))
+        # As many as a token uses may be overwritten beside those that the GPU reads, or half of the slots.
+        self._num_spare = [
+            min(num_experts_per_tok * num_layers[each], count // 2, MOST_ORDERED)
+            for each, count in enumerate(stacks.num_slots)
+        ]
+        self.lasting: Array = stacks.lasting  # by number: what the GPU may be given to read; see `order`
         self._registered: RegisteredMemory | None = None
         self._is_emptied = False  # whether it was tried to lock the memory
         self._before = DiskStatistics.of(stacks)  # before the first step that counts
@@ -119,6 +128,11 @@ class RamPool:
         return self._registered is not None and self._registered.is_whole
 
     @property
+    def device_offset(self) -> int:
+        """From the host's addresses in the locked memory to the device's."""
+        return 0 if self._registered is None else self._registered.offset
+
+    @property
     def is_locked(self) -> bool:
         """Whether all of the memory is page-locked; assumed until `empty`."""
         return not self._is_emptied or self.is_registered
@@ -162,8 +176,13 @@ class RamPool:
                 progress(done, num_all)
 
     def order(self, scores: Array, on_gpu: Array) -> None:
-        """Orders the slots for overwriting; at any time. scores: by number, from 0 on; on_gpu: bool."""
-        self.stacks.order(np.where(on_gpu, scores - scores.max() - 1.0, scores))
+        """Orders the slots for overwriting; at any time. scores: by number, from 0 on; on_gpu: bool.
+
+        `lasting` becomes the experts that the GPU lacks in all slots but the first. If the memory is not
+        locked as a whole, there are none.
+        """
+        self.stacks.order(np.where(on_gpu, scores - scores.max() - 1.0, scores), self._num_spare)
+        self.lasting = self.stacks.lasting & ~on_gpu & self.is_registered
 
     def statistics(self) -> DiskStatistics:
         """What the pool has done since `empty`."""

@@ -18,7 +18,7 @@ from coldstream.placement.cost import (
     prefetch_gain,
 )
 from coldstream.placement.hit_rates import HitCurve, expected_hit_rates
-from coldstream.placement.kernel_shares import OF_GPU, OF_MISSES, OF_MISSES_OF_CPU
+from coldstream.placement.kernel_shares import OF_GPU, OF_MISSES
 from coldstream.placement.plan import PlacementPlan, Tier
 from coldstream.placement.pool_plan import PoolPlan
 from coldstream.placement.prompt_cost import (
@@ -79,10 +79,9 @@ def forecast(plan: PlacementPlan, known: Known, context: int = 0, pool: PoolPlan
     on_disk, disk_rates = None, [0.0 if on_gpu else 1 - rate for rate in rates]
     if pool is not None:
         on_disk, disk_rates = ~resident & ~_in_pool(pool, model), _disk_rates(plan, pool, known)
-        decode = decode_seconds(model, known.rates, rates, context, streams=False)
-        decode, gain = decode + disk_seconds(model, known.rates, disk_rates), 0.0
-    elif on_gpu:
+    if on_gpu:
         decode, gain = decode_forecast(known, rates, context)
+        decode += disk_seconds(model, known.rates, disk_rates)
     else:
         decode, gain = decode_seconds_on_cpu(model, known.rates, rates, context), 0.0
     with_gpu = partial(prefill_seconds, on_disk=on_disk, ring_bytes=plan.ring_bytes)
@@ -148,13 +147,13 @@ def rates_used(plan: PlacementPlan, pool: PoolPlan | None = None) -> tuple[str, 
     return on_gpu if plan.is_all_resident else on_gpu + cold
 
 
-def shares_used(plan: PlacementPlan, pool: PoolPlan | None = None) -> tuple[str, ...]:
+def shares_used(plan: PlacementPlan) -> tuple[str, ...]:
     """Names of the kernels' shares on which its forecast depends."""
     if plan.tier == "ram":
         return ()
     if plan.is_all_resident:
         return OF_GPU
-    return OF_GPU + (OF_MISSES if pool is None else OF_MISSES_OF_CPU)
+    return OF_GPU + OF_MISSES
 
 
 def decode_ceiling(

@@ -33,8 +33,7 @@ _WORDS: Final = {
     "queue_s": ("the thread queues a launch in {:.2g} µs", 1e6),
 }
 OF_GPU: Final = ("launch_s", "vram", "products")
-OF_MISSES_OF_CPU: Final = ("misses", "queue_s")  # where a GPU lacks experts, and reads none over the bus
-OF_MISSES: Final = ("bus", "bus_beside", "staged", *OF_MISSES_OF_CPU, "misses_beside")
+OF_MISSES: Final = ("bus", "bus_beside", "staged", "misses", "queue_s", "misses_beside")
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,12 @@ class LockRefusal:
     wanted_bytes: int
     locked_bytes: int
 
-    def share_of(self, num_bytes: int) -> float:
-        """What may be locked of so many bytes, if the system locks as much as it did."""
+    def share_of(self, num_bytes: int, *, in_pool: bool = False) -> float:
+        """What a GPU may read of so many bytes, if the system locks as much as it did: of a pool all or
+        nothing, as experts move in it.
+        """
+        if in_pool:
+            return float(self.locked_bytes >= num_bytes)
         return min(1.0, self.locked_bytes / num_bytes) if num_bytes else 1.0
 
     @classmethod
@@ -76,9 +80,9 @@ def note_lock(hardware: Hardware, wanted_bytes: int, locked_bytes: int, path: Pa
             path.unlink()
 
 
-def refusal_warning(refusal: LockRefusal, num_bytes: int, limits: Limits) -> str:
-    """What follows for a plan that wants so many bytes page-locked, for people."""
-    share = refusal.share_of(num_bytes)
+def refusal_warning(refusal: LockRefusal, num_bytes: int, limits: Limits, *, in_pool: bool = False) -> str:
+    """What follows for a plan that wants so many bytes page-locked, of the file or for a pool, for people."""
+    share = refusal.share_of(num_bytes, in_pool=in_pool)
     rest = "no expert" if share == 0 else f"the experts in {share:.0%} of the file"
     return (
         f"at {refusal.refused_at} this system page-locked {refusal.locked_bytes / 2**30:.1f} of "

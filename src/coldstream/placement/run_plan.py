@@ -95,8 +95,6 @@ class RunPlan:
             raise ValueError("a pool in RAM for other layers than those that may miss an expert")
         if any(ids and ids[-1] >= placement.model.num_experts for ids in pool.loaded):
             raise ValueError(f"an expert in RAM from {placement.model.num_experts} on")
-        if self.prefetch or self.miss_times is not None:
-            raise ValueError("experts over the bus from memory that a pool does not keep in place")
 
     def _check_prompt_cache(self) -> None:
         placement = self.placement
@@ -112,14 +110,15 @@ class RunPlan:
         """Most rows of a step in which the GPU itself shares missing experts out.
 
         In longer steps the host shares them out, and experts are copied group by group. The limit is
-        MAX_MAILBOX_ROWS where the GPU reads none over the bus, or where the ring has too few places for a
-        layer's experts.
+        MAX_MAILBOX_ROWS where the GPU cannot read all over the bus, or where the ring has too few places for
+        a layer's experts.
         """
         placement = self.placement
         room = placement.ring_bytes - self.prefetch_bytes
         wanted = SHARE_WITH_PLACES * placement.model.num_experts * max(placement.expert_bytes)
         has_places = placement.model.num_experts > 1 and room >= wanted
-        return MAX_SHARED_ROWS if self.miss_times is not None and has_places else MAX_MAILBOX_ROWS
+        reads_all = self.miss_times is not None and self.pool is None
+        return MAX_SHARED_ROWS if reads_all and has_places else MAX_MAILBOX_ROWS
 
     @property
     def expected_uses(self) -> Array | None:

@@ -19,6 +19,7 @@ from coldstream.placement.hardware import Hardware
 from coldstream.placement.hit_rates import PUBLISHED, HitCurve
 from coldstream.placement.lock_file import LockRefusal
 from coldstream.placement.plan import FixedPart, PlacementPlan
+from coldstream.placement.pool_plan import PoolPlan
 from coldstream.placement.routing_trace import RoutingTrace
 from coldstream.placement.run_plan import RunPlan
 from coldstream.placement.sizes import ModelSizes
@@ -123,9 +124,14 @@ class Facts:
         """Uses a step of each expert, float64 [layers, experts]; None if there is no trace."""
         return None if self.trace is None else expected_uses(self.trace)
 
-    def locked_share(self, placement: PlacementPlan) -> float:
-        """Of the mapped file of a GPU with this placement, what may be page-locked as far as is known."""
-        return self.refusal.share_of(self.model.mapped_bytes(placement)) if self.refusal else 1.0
+    def locked_share(self, placement: PlacementPlan, pool: PoolPlan | None) -> float:
+        """Of the pool, or of the mapped file of a GPU with this placement, what the GPU may read as far as is
+        known.
+        """
+        if self.refusal is None:
+            return 1.0
+        num_bytes = self.model.mapped_bytes(placement) if pool is None else pool.slot_bytes
+        return self.refusal.share_of(num_bytes, in_pool=pool is not None)
 
     def rated_hardware(self) -> Hardware:
         """The machine with its rates. Raises NotKnownError."""

@@ -49,14 +49,16 @@ class Planned:
 
     @property
     def locked_share(self) -> float:
-        """Of the mapped file, what may be page-locked as far as is known."""
-        is_mapped = self.refusal is not None and self.run.pool is None
-        return self.refusal.share_of(self.locked_bytes) if self.refusal and is_mapped else 1.0
+        """Of what is to be page-locked, what the GPU may read as far as is known."""
+        if self.refusal is None:
+            return 1.0
+        return self.refusal.share_of(self.locked_bytes, in_pool=self.run.pool is not None)
 
     def lock_warnings(self, limits: Limits) -> tuple[str, ...]:
         """What may become of what is to be page-locked, or what was refused before."""
         if self.refusal is not None and self.locked_share < 1:
-            return (refusal_warning(self.refusal, self.locked_bytes, limits),)
+            in_pool = self.run.pool is not None
+            return (refusal_warning(self.refusal, self.locked_bytes, limits, in_pool=in_pool),)
         return lock_warnings(self.locked_bytes, limits)
 
     @cached_property

@@ -46,10 +46,9 @@ def with_workers(run: RunPlan, config: EngineConfig, facts: Facts, ram: int) -> 
     )
     run = replace(run, pool=pool_of(run, facts, ram))
     source = None if config.prefetch == "auto" else "--prefetch"
-    if run.pool is not None:
-        # Its experts do not stay where they are while a step runs, so that the GPU reads none of them.
-        return with_places(run, 0 if config.prefetch == "auto" else config.prefetch, 0, source)
-    if facts.locked_share(placement) == 0:  # nothing comes over the bus, ahead of its router neither
+    if (
+        facts.locked_share(placement, run.pool) == 0
+    ):  # nothing comes over the bus, ahead of its router neither
         return with_places(
             run, 0 if config.prefetch == "auto" else config.prefetch, placement.ring_bytes, source
         )
@@ -114,15 +113,9 @@ def with_places(run: RunPlan, count: int, cap_bytes: int, source: str | None) ->
     """`run` with as many prefetched experts, up to `count`, as fit into `cap_bytes` of the ring.
 
     They are guessed as many layers ahead as `run` says. source: the setting that asked for a number of them,
-    or None. Raises ConfigError if there is one and not even one expert of each layer fits, or they lie in a
-    pool.
+    or None. Raises ConfigError if there is one and not even one expert of each layer fits.
     """
     placement = run.placement
-    if count and run.pool is not None:
-        raise ConfigError(
-            f"{source} {count}: experts are fetched ahead from the mapped file, for which there is no room "
-            f"in {run.pool.budget_bytes / 2**30:.2f} GiB of RAM: choose --prefetch 0, or a larger --ram"
-        )
     if count == 0 or placement.is_all_resident:
         return replace(run, prefetch=0, prefetch_bytes=0, layers_ahead=0)
     wanted, largest = Prefetching(run.layers_ahead or LAYERS_AHEAD, count), max(placement.expert_bytes)

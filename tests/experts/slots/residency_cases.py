@@ -39,7 +39,13 @@ def layer(rows: int, cols: int, down: QuantType, seed: int) -> list[ExpertTable]
             generator=torch.Generator().manual_seed(seed + number),
         )
         table = torch.zeros(NUM_EXPERTS, dtype=torch.int64)
-        stacks.append(ExpertTable(table, quant_type, *size, True, Host(values), 0, step, values.data_ptr()))
+        table_of_pool = torch.zeros(NUM_EXPERTS, dtype=torch.int64)
+        host = Host(values)
+        stacks.append(
+            ExpertTable(
+                table, quant_type, *size, True, host, 0, step, values.data_ptr(), pooled=table_of_pool
+            )
+        )
     return stacks
 
 
@@ -72,16 +78,19 @@ def make_slots(segment_bytes: int, of_a_size: int = SLOTS_OF_A_SIZE) -> SlotSegm
 class SmallPool:
     """In place of a `RamPool` for LAYERS: pieces that are overwritten at any moment unless they are held.
 
-    num_back: experts that came back from the GPU.
+    num_back: experts that came back from the GPU. lasting_share: of the others, how many last.
     """
 
+    device_offset = 1 << 52  # no address of the host is read by the device
+
     def __init__(self, num_pieces: int, seed: int) -> None:
-        self.num_back = 0
+        self.num_back, self.lasting_share = 0, 0.5
         self._rooms: dict[int, Room] = {}  # by piece
         self._rng = np.random.default_rng(seed)
         self._pieces = [np.zeros(max(SIZES), np.uint8) for _ in range(num_pieces)]
         self._owners: list[tuple[int, int] | None] = [None] * num_pieces
         self.holds = Counter[tuple[int, int]]()
+        self.lasting = np.zeros(len(LAYERS) * NUM_EXPERTS, bool)
 
     def stir(self) -> None:
         """Others need pieces."""
@@ -123,7 +132,12 @@ class SmallPool:
         self.holds[layer, expert] -= 1
 
     def order(self, scores: np.ndarray, on_gpu: np.ndarray) -> None:
-        """Any piece is overwritten first."""
+        """Any piece is overwritten first, and any expert but those of the GPU may be one that lasts."""
+        self.lasting[:] = False
+        for owner in self._owners:
+            if owner is not None and self._rng.random() < self.lasting_share:
+                self.lasting[owner[0] * NUM_EXPERTS + owner[1]] = True
+        self.lasting &= ~on_gpu
 
     def room_for(self, layer: int, expert: int) -> Room | None:
         free = [

@@ -49,6 +49,8 @@ def empty_tables() -> None:
     for stacks in LAYERS:
         for stack in stacks:
             stack.addresses.zero_()
+            assert stack.pooled is not None
+            stack.pooled.zero_()
 
 
 @given(
@@ -135,6 +137,7 @@ class Steps:
         self.refusals = device.refuses = Refusals(refused, seed, pool)
         self.known: set[int] = set()  # experts that an error has named as given up
         self.is_due = False  # `prepare`
+        self.num_read = 0  # experts that steps have read in the pool
 
     def launch(self) -> Operation:
         """A step of a runner, up to where its work is queued: perhaps while the one before runs."""
@@ -155,8 +158,9 @@ class Steps:
 
     def queue(self) -> Operation:
         """Queues a step that reads every slot, and at its end writes the experts that it used."""
-        resident = self.residency.resident.copy()
-        values = self.used.values
+        resident, values = self.residency.resident.copy(), self.used.values
+        reads = self.residency._reads
+        in_pool = None if reads is None else reads.readable.copy()
         used = torch.from_numpy(self.rng.integers(0, NUM_EXPERTS, values.shape, np.int32))
 
         def compute(operation: Operation) -> None:
@@ -170,14 +174,33 @@ class Steps:
                         self.device.touch(operation, reads=[(address, stack.step)])
                         expected = stack.host.values[expert].numpy().tobytes()
                         assert read(address, stack.step) == expected, f"the bytes of expert {number}"
+                if in_pool is not None:
+                    self.read_in_pool(operation, number, in_pool[number])
             values[:] = used
 
         return self.device.queue(
             "step",
-            reads=[range_of(stack.addresses) for stacks in LAYERS for stack in stacks],
+            reads=[
+                range_of(table)
+                for stacks in LAYERS
+                for stack in stacks
+                for table in (stack.addresses, stack.pooled)
+            ],
             writes=[range_of(values)],
             effect=compute,
         )
+
+    def read_in_pool(self, operation: Operation, number: int, is_readable: bool) -> None:
+        layer, expert = divmod(number, NUM_EXPERTS)
+        for stack in LAYERS[layer]:
+            assert stack.pooled is not None
+            address = int(stack.pooled[expert])
+            assert (address != 0) == is_readable
+            if is_readable:
+                address -= SmallPool.device_offset
+                self.device.touch(operation, reads=[(address, stack.step)])
+                assert read(address, stack.step) == stack.host.values[expert].numpy().tobytes()
+        self.num_read += is_readable
 
     def launched(self, *, trains: bool = True) -> None:
         ids = self.used.copy().reshape(3, ROWS, RANKS)
@@ -198,6 +221,19 @@ class Steps:
         else:
             assert self.refusals.given_up == self.known
         self.known = self.refusals.given_up
+
+    def do(self, event: str) -> None:
+        if event in ("shrink", "grow"):
+            getattr(self, event)()
+            return
+        self.launch()
+        if event == "failed step":
+            return  # never launched
+        if event == "shrink in a step":
+            self.shrink()
+            self.residency.start_step()
+            self.queue()
+        self.launched(trains=event != "prompt")
 
     def step(self, *, trains: bool = True) -> None:
         self.launch()
@@ -252,17 +288,7 @@ def test_mm03_memory_given_back_at_any_moment_changes_no_byte_that_a_step_reads(
 ) -> None:
     with steps_of(segment_bytes, seed, refused) as steps:
         for event in events:
-            if event in ("shrink", "grow"):
-                getattr(steps, event)()
-                continue
-            steps.launch()
-            if event == "failed step":
-                continue  # never launched
-            if event == "shrink in a step":
-                steps.shrink()
-                steps.residency.start_step()
-                steps.queue()
-            steps.launched(trains=event != "prompt")
+            steps.do(event)
         while steps.shrink():
             steps.step()
         assert not steps.residency.resident.any()
@@ -304,6 +330,8 @@ def test_ex04_experts_are_copied_from_a_pool_that_overwrites_all_others(
             assert not counters.failed_copies.any()
             if steps.device.is_eager and num_pieces > 1:
                 assert counters.evictions.sum() > 5
+                assert steps.num_read > 0
+        pool.lasting_share = 0.0
         for _ in range(5):
             steps.step(trains=False)  # admits no expert
             steps.device.synchronize()
@@ -312,8 +340,43 @@ def test_ex04_experts_are_copied_from_a_pool_that_overwrites_all_others(
         assert not +pool.holds
         counts = counters.copies.sum() - counters.failed_copies.sum() - counters.evictions.sum()
         assert counts == np.count_nonzero(in_slots)
+        pool.lasting_share = 0.5
         for _ in range(3):
             steps.step()  # whose copies may be under way at the end
+    assert not +pool.holds
+
+
+@any_schedule
+@given(
+    seed=seeds,
+    num_pieces=st.sampled_from([4, 15]),
+    events=st.lists(
+        st.sampled_from(
+            ["step", "step", "step", "prompt", "shrink in a step", "failed step", "shrink", "grow"]
+        ),
+        min_size=10,
+        max_size=25,
+    ),
+)
+def test_ex04_experts_that_steps_read_in_a_pool_stay_there(
+    seed: int, num_pieces: int, events: list[str]
+) -> None:
+    """While steps overlap, experts move between all places, and the pool overwrites whatever is not held."""
+    pool = SmallPool(num_pieces, seed)
+    with steps_of(2 * max(SIZES), seed, pool=pool) as steps:
+        for event in events:
+            steps.do(event)
+        for _ in range(12):
+            steps.step()
+        assert steps.num_read > 0
+        pool.lasting_share = 0.0
+        for _ in range(5):
+            steps.step(trains=False)
+            steps.device.synchronize()
+        assert not +pool.holds
+        pool.lasting_share = 0.5
+        for _ in range(3):
+            steps.step()
     assert not +pool.holds
 
 

@@ -13,6 +13,7 @@ from runner_cases import VARIANTS, reference_logits, token_ids, write_family, wr
 from coldstream.assets import demo_model_path
 from coldstream.errors import ModelChangedError
 from coldstream.experts.cpu_share import CpuShare
+from coldstream.experts.prefetch import Prefetching
 from coldstream.kvcache import CacheSize
 from random_residency import RandomResidency
 
@@ -94,6 +95,36 @@ def test_ex07_experts_move_between_all_tiers(
         for _ in range(4):
             check_outputs(runner, expected)
         assert runner.expert_cache.counters.evictions.sum() > 20
+
+
+@pytest.mark.parametrize(
+    ("streamed", "prefetching"),
+    [(1.0, None), (0.5, None), (0.5, Prefetching(2, 3)), (0.8, Prefetching(1, 8))],
+    ids=["in place", "shared", "ahead", "all ahead"],
+)
+def test_ex07_the_gpu_reads_a_pool_whose_experts_move(
+    path: Path,
+    expected: dict[int, tuple[np.ndarray, np.ndarray]],
+    streamed: float,
+    prefetching: Prefetching | None,
+) -> None:
+    policy = RandomResidency(seed=5)
+    with open_partly(
+        path,
+        0.25,
+        in_ram=0.5,
+        streamed=streamed,
+        context_length=CONTEXT,
+        policy=policy,
+        prefetching=prefetching,
+    ) as runner:
+        for _ in range(3):
+            check_outputs(runner, expected)
+        statistics = runner.gpu_experts
+        assert statistics is not None
+        assert sum(statistics.evictions) > 20
+        if statistics.prefetch is None:
+            assert sum(statistics.step_times.bus_pairs) > 5
 
 
 def test_trap_3_memory_that_was_never_written_holds_nan_and_leaks_none(

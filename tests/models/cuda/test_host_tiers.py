@@ -13,6 +13,7 @@ from tree_cases import CONTEXT
 
 from builders import Dims, write_gguf
 from coldstream.errors import ModelChangedError
+from coldstream.experts.prefetch import Prefetching
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
 from random_residency import RandomResidency
 
@@ -64,6 +65,41 @@ def test_ex07_experts_move_between_all_tiers_and_change_no_bit(
         assert counters.copies.sum() > counters.evictions.sum()
         assert min(disk.hits, disk.misses) > 20
         assert disk.num_slots == 8 * (2 - len(pinned))
+
+
+@pytest.mark.sharded(of="models on a GPU")
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("pinned", "streamed", "prefetching"),
+    [((), 1.0, None), ((1,), 0.6, None), ((), 0.6, Prefetching(1, 2)), ((), 1.0, Prefetching(1, 3))],
+    ids=["in place", "shared", "ahead", "all ahead"],
+)
+def test_ex07_the_gpu_reads_a_pool_whose_experts_move(
+    unused_experts: Path, pinned: tuple[int, ...], streamed: float, prefetching: Prefetching | None
+) -> None:
+    options = {
+        "policy": RandomResidency(seed=4),
+        "pinned": pinned,
+        "prefetching": prefetching,
+        "context_length": CONTEXT,
+    }
+    with (
+        open_cpu(unused_experts, threads=1, context_length=CONTEXT) as plain,
+        open_partly(unused_experts, 0.25, in_ram=0.4, streamed=streamed, **options) as runner,  # type: ignore[arg-type]
+    ):
+        for token in token_ids(40):
+            assert np.array_equal(runner.decode(token), plain.decode(token))
+        check_chains(runner, plain, (3, 90))
+        statistics, disk = runner.gpu_experts, runner.disk
+        assert statistics is not None
+        assert disk is not None
+        assert sum(statistics.evictions) > 20
+        assert disk.misses > 20
+        if prefetching is None:
+            assert sum(statistics.step_times.bus_pairs) > 5
+        else:
+            assert statistics.prefetch is not None
+            assert sum(statistics.prefetch.used) > 5
 
 
 @pytest.mark.sharded(of="models on a GPU")

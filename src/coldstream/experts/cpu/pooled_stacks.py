@@ -41,6 +41,7 @@ class PooledStacks:
         self.num_slots: tuple[int, ...] = ()  # by size, as `pool.slot_bytes`
         self._worth: Array = np.zeros(0)  # of the last `order`
         self._ordered: list[Array] = []  # by size: ascending, of the experts in slots
+        self.lasting = np.zeros(self.num_layers * self.num_experts, bool)  # see `order`
 
     @property
     def expert_bytes(self) -> tuple[int, ...]:
@@ -71,19 +72,25 @@ class PooledStacks:
         there[owners[owners > -1]] = True
         return there.reshape(self.num_layers, self.num_experts)
 
-    def order(self, worth: Array) -> None:
+    def order(self, worth: Array, num_spare: Sequence[int] | None = None) -> None:
         """Has slots overwritten first whose experts are worth least, at most MOST_ORDERED in their order.
 
-        worth: by number of the expert.
+        worth: by number of the expert. num_spare: by size, the number of slots that steps may overwrite soon,
+        at most MOST_ORDERED; `lasting` becomes the experts in the other slots. None: in none of them.
         """
         self._worth, self._ordered = worth, []
+        self.lasting = np.zeros_like(self.lasting)
         for size_class in range(len(self.num_slots)):
             owners = self.pool.owners(size_class)
             in_use = np.flatnonzero(owners >= 0)
-            scores = worth[owners[in_use]]
+            experts = owners[in_use]
+            scores = worth[experts]
             order = _least(scores, MOST_ORDERED)
             self._ordered.append(scores[order])
             self.pool.set_order(size_class, in_use[order])
+            if num_spare is not None:
+                self.lasting[experts] = True
+                self.lasting[experts[order[: num_spare[size_class]]]] = False
 
     def num_worse(self, layer: int, expert: int) -> int:
         """How many of the slots that `order` named had experts of less worth than this one."""

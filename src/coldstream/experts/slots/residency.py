@@ -11,6 +11,7 @@ from cuda.bindings import driver
 from coldstream.errors import DeviceError
 from coldstream.experts.ram_pool import RamPool, Room
 from coldstream.experts.slots.cache import Copy, ExpertCache, StepStart
+from coldstream.experts.slots.pool_reads import PoolReads, TableChanges
 from coldstream.experts.slots.segments import SlotSegments
 from coldstream.kernels.cuda.host_memory import from_host, to_host
 from coldstream.kernels.cuda.runtime import streams
@@ -45,8 +46,9 @@ class ExpertResidency:
     """Carries out the decisions of an `ExpertCache`, on the current stream and a copy stream.
 
     layers: tables of gate, up and down of each layer, all entries 0. slots: as many as the cache has. pool:
-    holds the experts that can be copied, and keeps them in place meanwhile. Experts that leave their slots go
-    back to it, if it has room for them. None: all can be copied, from the mapped file.
+    holds the experts that can be copied, and keeps them in place meanwhile, as it does those that the device
+    reads there. Experts that leave their slots go back to it, if it has room for them. None: all can be
+    copied, from the mapped file.
 
         residency.start_step()      # the tables are those of this step; launch it
         residency.ended(ids)        # of a step before, in order
@@ -67,8 +69,12 @@ class ExpertResidency:
         self._addresses = _ExpertAddresses(layers, slots)
         self._stream = streams.Stream()
         self._in_flight: deque[_QueuedCopies] = deque()
+        num_all = self.num_layers * self.num_experts
+        self._reads: PoolReads | None = None
+        if pool is not None:
+            self._reads = PoolReads(pool, self.num_layers, self.num_experts, MATRICES)
         # Where a step starts, a slot's expert arrives or is withdrawn. Its successor is copied later.
-        self._writer = AddressWriter(MATRICES * self.num_slots)
+        self._writer = AddressWriter(MATRICES * (self.num_slots + (num_all if pool else 0)))
         self.resident = np.zeros((len(layers), len(layers[0][0].addresses)), bool)  # for the next step
         self._failure: DeviceError | None = None  # of a copy, not yet raised
         self._begin_step()
@@ -90,7 +96,7 @@ class ExpertResidency:
             self._stream.synchronize()
             self._note_copied()
         # The step that was prepared is ended unused, so that the next one has these experts in its tables.
-        self.cache.finish_step(self._next_step, NOTHING, trains=False)
+        self._finish(self._next_step, NOTHING, trains=False)
         self._begin_step()
         self._raise_failure()
 
@@ -133,7 +139,7 @@ class ExpertResidency:
         self.cache.resize(size, self._slots.without_last(size))
         self._finish_ended()
         # The next launch, of the same step or another one, has new tables, so to the cache it is a new step.
-        self.cache.finish_step(self._next_step, NOTHING, trains=False)
+        self._finish(self._next_step, NOTHING, trains=False)
         self._begin_step()
         if self._running:
             self._running[-1] = self._next_step
@@ -160,7 +166,12 @@ class ExpertResidency:
         while self._ended:
             step, ids = self._ended.popleft()
             used = NOTHING if ids is None else self._experts_of(ids)
-            self.cache.finish_step(step, used, trains=ids is not None)
+            self._finish(step, used, trains=ids is not None)
+
+    def _finish(self, step: int, used: Array, *, trains: bool) -> None:
+        if self._reads is not None:
+            self._reads.finish_step(step)
+        self.cache.finish_step(step, used, trains=trains)
 
     def _begin_step(self) -> None:
         """Starts the next step of the cache, with its copies and table entries."""
@@ -169,13 +180,10 @@ class ExpertResidency:
         self._next_step = start.step  # whatever fails behind it: the cache has started this step
         self.resident.reshape(-1)[start.withdrawn] = False
         self.resident.reshape(-1)[start.arrived] = True
-        if self._pool is not None:
-            self._pool.order(self.cache.scores, self.resident.reshape(-1))
         has_copies = bool(start.copies) or start.withdrawn.size > 0
         if has_copies:
             self._stream.wait_stream(streams.current_stream())
-        if start.arrived.size + start.withdrawn.size:
-            self._writer.write(*self._addresses.entries(start.arrived, start.slots, start.withdrawn))
+        self._write_tables(start)
         if has_copies:
             try:
                 self._send_back(start)  # before other experts are copied into their slots
@@ -184,6 +192,19 @@ class ExpertResidency:
                     self.cache.drop(copy)
                 raise
             self._begin(start.copies)
+
+    def _write_tables(self, start: StepStart) -> None:
+        """Queues the entries that change for the next step, in the tables of slots and in those of a pool."""
+        where, values = self._addresses.entries(start.arrived, start.slots, start.withdrawn)
+        if self._pool is not None and self._reads is not None:
+            self._pool.order(self.cache.scores, self.resident.reshape(-1))
+            changes = self._reads.changes(self._pool.lasting)
+            in_pool = self._addresses.pool_entries(changes, self._pool.device_offset)
+            where, values = np.concatenate([where, in_pool[0]]), np.concatenate([values, in_pool[1]])
+        if where.size:
+            self._writer.write(where, values)
+        if self._reads is not None:
+            self._reads.written(start.step, changes)
 
     def _send_back(self, start: StepStart) -> None:
         """Queues copies of the experts that leave their slots to places in the pool."""
@@ -232,10 +253,12 @@ class ExpertResidency:
             raise failure
 
     def close(self) -> None:
-        """Waits for copies in flight, so that the slots may be freed."""
+        """Waits for copies in flight, so that the slots may be freed. No step may be running."""
         self._stream.synchronize()
         while self._in_flight:
             self._release(self._in_flight.popleft())
+        if self._reads is not None:
+            self._reads.close()
 
     def _experts_of(self, ids: Array) -> Array:
         """The distinct numbers, in the cache's sense, of expert ids [layers, rows, K]."""
@@ -297,6 +320,8 @@ class _ExpertAddresses:
         self._first_of_size = {size: ends[size] - counts[size] for size in counts}
         self._first_slots = np.array([self._first_of_size[size] for size in layer_bytes])
         self._tables = np.array([[s.addresses.data_ptr() for s in stacks] for stacks in layers], np.int64)
+        pooled = [[s.pooled.data_ptr() if s.pooled is not None else 0 for s in stacks] for stacks in layers]
+        self._pool_tables = np.array(pooled, np.int64)
         self._sources = np.array([[s.source for s in stacks] for stacks in layers], np.int64)
         self._steps = np.array([[s.step for s in stacks] for stacks in layers], np.int64)
 
@@ -312,6 +337,15 @@ class _ExpertAddresses:
         where = self._tables[layers] + 8 * ids[:, None]
         values = np.zeros_like(where)
         values[withdrawn.size :] = self._slots_at(layers[withdrawn.size :], slots)
+        return where.reshape(-1), values.reshape(-1)
+
+    def pool_entries(self, changes: TableChanges, device_offset: int) -> tuple[Array, Array]:
+        """The same in the tables of a pool. device_offset: from the host's addresses to the device's."""
+        experts = np.concatenate([changes.removed, changes.added])
+        layers, ids = np.divmod(experts, self._num_experts)
+        where = self._pool_tables[layers] + 8 * ids[:, None]
+        values = np.zeros_like(where)
+        values[changes.removed.size :] = changes.addresses + device_offset
         return where.reshape(-1), values.reshape(-1)
 
     def mapped(self, expert: int) -> list[int]:

@@ -12,8 +12,8 @@ static_assert(most_shared_rows < partition_threads, "a thread has a number of ro
 // What the block's threads tell each other.
 struct Board {
   int rows[most_experts];              // how many tokens chose the expert; −1 once the CPU is to compute it
-  int with[most_shared_rows + 1];      // how many missing experts so many tokens chose
-  int above[most_shared_rows + 1];     // how many missing experts more tokens chose
+  int with[most_shared_rows + 1];      // how many experts that the bus can read so many tokens chose
+  int above[most_shared_rows + 1];     // how many of them more tokens chose
   uint64_t cpu[most_shared_rows + 1];  // the CPU's time for all of `above`
   int cpu_of[most_rows];               // as in MissTimes
   int counts[partition_warps];
@@ -136,13 +136,14 @@ __device__ __forceinline__ int count_before(Board& board, bool is_one) {
   return before;
 }
 
-// Whether the bus reads the thread's missing expert, which `rows` tokens chose, if it reads `num_streamed`.
-__device__ __forceinline__ bool is_read(Board& board, bool is_missing, int rows, int num_streamed) {
-  const int before = is_missing ? board.above[rows] : 0;
+// Whether the bus reads the thread's expert, which `rows` tokens chose, if it reads `num_streamed` of those
+// it can.
+__device__ __forceinline__ bool is_read(Board& board, bool is_readable, int rows, int num_streamed) {
+  const int before = is_readable ? board.above[rows] : 0;
   // Of one number of rows some may be read and some not: the first ones are.
-  const bool is_last_count = is_missing && before < num_streamed && before + board.with[rows] > num_streamed;
+  const bool is_last_count = is_readable && before < num_streamed && before + board.with[rows] > num_streamed;
   const int earlier = count_before(board, is_last_count);
-  return is_missing && before + (is_last_count ? earlier : 0) < num_streamed;
+  return is_readable && before + (is_last_count ? earlier : 0) < num_streamed;
 }
 
 // Gives the thread's expert `id`, if the bus reads it, its place, and tells the launch behind this one.
@@ -162,13 +163,13 @@ __device__ __forceinline__ void place_by_rows(Board& board, const Sharing& shari
   const int id = threadIdx.x, rows = board.rows[id];
   int64_t addresses[num_matrices] = {};
   const bool is_missing = rows > 0 && !find_on_device(sharing, id, addresses);
-  if (is_missing) atomicAdd(board.with + rows, 1);
+  const bool is_readable = is_missing && find_on_host(sharing, id, addresses);
+  if (is_readable) atomicAdd(board.with + rows, 1);
   int num_streamed = 0;
   if (__syncthreads_or(is_missing)) {
     add_up_from_above(board);
-    if (sharing.matrix[0].mapped != 0 && sharing.times->bus != 0)
-      num_streamed = choose_split(board, sharing, num_tokens);
-    const bool is_streamed = is_read(board, is_missing, rows, num_streamed);
+    if (sharing.times->bus != 0) num_streamed = choose_split(board, sharing, num_tokens);
+    const bool is_streamed = is_read(board, is_readable, rows, num_streamed);
     if (is_missing && !is_streamed) {
 #pragma unroll
       for (int i = 0; i < num_matrices; i++) addresses[i] = 0;

@@ -11,12 +11,19 @@ constexpr int num_tallies = 3;
 constexpr int most_rows = 64;
 constexpr int most_ranks = 16;
 
-// One matrix of a layer's experts: addresses of slots by expert (0: none), and the device's address of the
-// mapping, or 0.
+// One matrix of a layer's experts: addresses of slots by expert (0: none), and where the device reads those
+// without a slot over the bus.
 struct Stack {
   const int64_t* slots;
-  int64_t mapped;
-  int64_t step;  // bytes from expert to expert of the mapping
+  const int64_t* pooled;  // by expert in a pool in RAM (0: it cannot be read); null: the file is mapped
+  int64_t mapped;         // the device's address of the mapping, or 0
+  int64_t step;           // bytes from expert to expert of the mapping
+
+  // 0 if the device cannot read it.
+  __device__ __forceinline__ int64_t over_bus(int id) const {
+    if (pooled != nullptr) return pooled[id];
+    return mapped != 0 ? mapped + id * step : 0;
+  }
 };
 
 // By expert that was chosen: addresses of its matrices for the GPU (0: the CPU computes it); by pair: the
@@ -138,11 +145,13 @@ struct Hints {
   int num_places;  // on the device, to which missing experts are copied meanwhile
 };
 
-// Which of a single token's missing experts the CPU computes, by one warp: bit k for rank k.
-__device__ __forceinline__ uint32_t share_of_cpu(const MissTimes* times, int64_t mapped, bool is_missing) {
+// Which of a single token's missing experts the CPU computes, by one warp: bit k for rank k. is_readable:
+// whether the device can read the lane's expert over the bus.
+__device__ __forceinline__ uint32_t share_of_cpu(const MissTimes* times, bool is_missing, bool is_readable) {
   const uint32_t missing = __ballot_sync(all_lanes, is_missing);
-  const int before = __popc(missing & ((1u << threadIdx.x % warp_size) - 1));
-  const bool is_on_bus = missing != 0 && mapped != 0 && before < times->streamed[__popc(missing)];
+  const uint32_t readable = __ballot_sync(all_lanes, is_missing && is_readable);
+  const int before = __popc(readable & ((1u << threadIdx.x % warp_size) - 1));
+  const bool is_on_bus = missing != 0 && is_readable && before < times->streamed[__popc(missing)];
   return __ballot_sync(all_lanes, is_missing && !is_on_bus);
 }
 
@@ -154,7 +163,7 @@ __device__ __forceinline__ void write_hints(const Hints& hints, int id, int num_
   const uint32_t missing = __ballot_sync(all_lanes, is_missing);
   const int num_fetched = min(hints.times->fetched[__popc(missing)], hints.num_places);
   const bool is_fetched = __popc(missing & ((1u << lane) - 1)) < num_fetched;
-  const bool is_on_cpu = share_of_cpu(hints.times, hints.mapped, is_missing && !is_fetched) >> lane & 1;
+  const bool is_on_cpu = share_of_cpu(hints.times, is_missing && !is_fetched, hints.mapped != 0) >> lane & 1;
   if (lane >= num_ranks) return;
   const uint32_t word = (hints.layer + 1) << 16 | (is_on_cpu ? id + 1 : 0);
   *reinterpret_cast<volatile uint32_t*>(hints.words + lane) = word;
@@ -168,7 +177,10 @@ __device__ __forceinline__ void bring_slots_near(const Sharing& sharing, const H
   const int first = threadIdx.x * per_line;
   if (sharing.request == 0 || first >= num_experts) return;
 #pragma unroll
-  for (int i = 0; i < num_matrices; i++) bring_near(sharing.matrix[i].slots + first);
+  for (int i = 0; i < num_matrices; i++) {
+    bring_near(sharing.matrix[i].slots + first);
+    if (sharing.matrix[i].pooled != nullptr) bring_near(sharing.matrix[i].pooled + first);
+  }
   if (hints.words != nullptr) bring_near(hints.slots + first);
 }
 
@@ -212,12 +224,12 @@ __device__ __forceinline__ bool find_on_device(const Sharing& sharing, int id,
   return has_slot || find_prefetched(sharing, id, addresses);
 }
 
-// Of a missing expert: in the mapped file, which is read over the bus.
-__device__ __forceinline__ void find_mapped(const Sharing& sharing, int id,
-                                            int64_t (&addresses)[num_matrices]) {
+// Of a missing expert: in the host's memory, which is read over the bus. False if it cannot be read.
+__device__ __forceinline__ bool find_on_host(const Sharing& sharing, int id,
+                                             int64_t (&addresses)[num_matrices]) {
 #pragma unroll
-  for (int i = 0; i < num_matrices; i++)
-    addresses[i] = sharing.matrix[i].mapped + id * sharing.matrix[i].step;
+  for (int i = 0; i < num_matrices; i++) addresses[i] = sharing.matrix[i].over_bus(id);
+  return addresses[0] != 0;
 }
 
 __device__ __forceinline__ void place_expert(const Sharing& sharing, int id,
@@ -240,14 +252,13 @@ __device__ __forceinline__ bool share_out(const Sharing& sharing, int id, int nu
   const bool exists = lane < num_ranks;
   int64_t addresses[num_matrices] = {};
   const bool is_missing = exists && !find_on_device(sharing, id, addresses);
+  const bool is_readable = is_missing && find_on_host(sharing, id, addresses);
   const uint32_t missing = __ballot_sync(all_lanes, is_missing);
-  const uint32_t on_cpu = share_of_cpu(sharing.times, sharing.matrix[0].mapped, is_missing);
+  const uint32_t on_cpu = share_of_cpu(sharing.times, is_missing, is_readable);
   const bool is_on_cpu = on_cpu >> lane & 1;
   if (is_on_cpu) {
 #pragma unroll
     for (int i = 0; i < num_matrices; i++) addresses[i] = 0;
-  } else if (is_missing) {
-    find_mapped(sharing, id, addresses);
   }
   if (exists) {
     place_expert(sharing, id, addresses);

@@ -141,7 +141,8 @@ class Partition:
 
 def stack_of(table: ExpertTable) -> Stack:
     """One matrix of a layer's experts."""
-    return Stack(slots=table.addresses.data_ptr(), mapped=table.mapped, step=table.step)
+    pooled = None if table.pooled is None else table.pooled.data_ptr()
+    return Stack(slots=table.addresses.data_ptr(), pooled=pooled, mapped=table.mapped, step=table.step)
 
 
 def sharing_of(

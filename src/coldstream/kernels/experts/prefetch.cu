@@ -30,8 +30,9 @@ __device__ __forceinline__ int num_copied(const Target& target, int num_missing)
 
 // What the warp knows of the guesses, by guess.
 struct Guesses {
-  int missing[most_guesses];  // the expert, if it has no slot; −1 for others, and once it is among the chosen
-  int weight[most_guesses];   // of the first guess at a missing expert: `demand` and how likely; 0 for others
+  int missing[most_guesses];  // the expert, if it has no slot and can be copied; −1 for others, and once it
+                              // is among the chosen
+  int weight[most_guesses];  // of the first guess at a missing expert: `demand` and how likely; 0 for others
 };
 
 constexpr int most_tokens = 16;
@@ -44,8 +45,8 @@ struct Counts {
   int missing, copied;
 };
 
-// Lists in `chosen` the guessed experts that have no slot, those guessed most often first and of equals the
-// likeliest, as many as are copied.
+// Lists in `chosen` the guessed experts that have no slot and can be copied, those guessed most often first
+// and of equals the likeliest, as many as are copied.
 __device__ __forceinline__ Counts choose_missing(const Target& target, Guesses& of, int* chosen) {
   const int lane = threadIdx.x, num_guesses = target.num_guesses;
   int *missing = of.missing, *weight = of.weight;
@@ -57,7 +58,7 @@ __device__ __forceinline__ Counts choose_missing(const Target& target, Guesses& 
       bool has_slot = true;
 #pragma unroll
       for (int m = 0; m < num_matrices; m++) has_slot &= target.matrix[m].slots[guess] != 0;
-      is_missing = !has_slot;
+      is_missing = !has_slot && target.matrix[0].over_bus(guess) != 0;
     }
     missing[i] = is_missing ? guess : -1;
   }
@@ -117,7 +118,7 @@ struct CopyShare {
 // The block's share of all matrices of an expert.
 __device__ __forceinline__ bool copy_expert(const Target& target, int id, int place) {
   for (int i = 0; i < num_matrices; i++) {
-    const int64_t from = target.matrix[i].mapped + id * target.matrix[i].step;
+    const int64_t from = target.matrix[i].over_bus(id);
     const int64_t to = target.places.room.address(place, i);
     if (!copy_as_words(reinterpret_cast<const uint8_t*>(from), reinterpret_cast<uint8_t*>(to),
                        target.bytes[i], CopyShare{target.reached, target.layer}))

@@ -34,7 +34,7 @@ __device__ __forceinline__ void copy_piece(const StagedLayer& staged, int place,
   for (int i = 0; i < num_matrices; i++) {
     const int64_t bytes = staged.bytes[i], at = index * piece_bytes;
     if (at >= 0 && at < bytes) {
-      const int64_t from = staged.matrix[i].mapped + id * staged.matrix[i].step + at;
+      const int64_t from = staged.matrix[i].over_bus(id) + at;
       const int64_t to = staged.staging.room.address(place, i) + at;
       copy_as_words(reinterpret_cast<const uint8_t*>(from), reinterpret_cast<uint8_t*>(to),
                     min(piece_bytes, bytes - at), CopyWords());

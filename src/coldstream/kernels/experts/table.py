@@ -18,7 +18,8 @@ class ExpertTable:
 
     If `is_partial`, the host has all experts too: host is the stack for the CPU's kernels (`_csrc.Weight`;
     None while memory is only planned), source the address at which expert 0 of it is mapped, mapped that at
-    which the device reads expert 0 over the bus (0: it cannot).
+    which the device reads expert 0 over the bus (0: it cannot). pooled: int64 [num_experts] on the device, if
+    the host's are in a pool: where the device reads each of them (0: it cannot).
     """
 
     addresses: DeviceArray
@@ -31,6 +32,7 @@ class ExpertTable:
     step: int = 0
     source: int = 0
     first: int = 0
+    pooled: DeviceArray | None = None
 
     @property
     def matrix_bytes(self) -> int:
