@@ -32,7 +32,7 @@ __device__ __forceinline__ int num_copied(const Target& target, int num_missing)
 struct Guesses {
   int missing[most_guesses];  // the expert, if it has no slot and can be copied; −1 for others, and once it
                               // is among the chosen
-  int weight[most_guesses];  // of the first guess at a missing expert: `demand` and how likely; 0 for others
+  int weight[most_guesses];   // of the first guess at a missing expert: `demand` and how likely; 0 for others
 };
 
 constexpr int most_tokens = 16;
