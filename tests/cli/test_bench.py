@@ -142,7 +142,7 @@ def test_a_run_far_faster_than_the_kept_rates_has_the_machine_measured_again(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     kept = replace(Hardware.measure(), product_values_per_s=((1e9,) * len(PRODUCT_ROWS),) * len(QuantType))
-    store_rates(replace(kept, read_bytes_per_s=1e5, measured_at="2026-01-01 00:00 UTC"), default_path())
+    store_rates(replace(kept, read_bytes_per_s=1e6, measured_at="2026-01-01 00:00 UTC"), default_path())
     assert run("bench", path, *QUICK, "--device", "cpu")[0] == 0
     found = with_stored_rates(kept, default_path())
     assert found is not None
