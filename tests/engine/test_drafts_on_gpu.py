@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("cuda.bindings")
@@ -22,7 +23,9 @@ from coldstream.engine.opened_model import OpenedModel
 from coldstream.kvcache import CacheSize
 from coldstream.models.cuda.runner import CudaRunner
 from coldstream.models.runner_capacity import DraftMemory
+from coldstream.placement.controls import Controls, Moves
 from hash_runner import opened_with
+from random_controls import RandomSizes, moving_at_random
 from tree_plans import plan_with_trees
 
 CONTEXT = 192
@@ -78,17 +81,21 @@ def check_drafts(
     return sum(steps) / len(steps)
 
 
-def open_runner(path: Path, *, share: float | None, has_mtp: bool) -> CudaRunner:
-    """With room for trees. share: of the experts that are in slots; None: all are on the device."""
+def open_runner(path: Path, *, share: float | None, has_mtp: bool, streamed: float = 0.0) -> CudaRunner:
+    """With room for trees. The rest as for `plan_with_trees`."""
     file, spec = open_model_file(path)
     spec_type = "mtp" if has_mtp else "none"
-    plan = plan_with_trees(file, spec, CONTEXT, SIZE, share, DraftMemory(has_mtp=has_mtp), spec_type)
+    plan = plan_with_trees(
+        file, spec, CONTEXT, SIZE, share, DraftMemory(has_mtp=has_mtp), spec_type, streamed
+    )
     return CudaRunner.load(file, spec, plan, cache_size=SIZE)
 
 
 @contextmanager
-def on_the_host(path: Path, *, has_mtp: bool, share: float | None = None) -> Iterator[OpenedModel]:
-    with open_runner(path, share=share, has_mtp=has_mtp) as runner:
+def on_the_host(
+    path: Path, *, has_mtp: bool, share: float | None = None, streamed: float = 0.0
+) -> Iterator[OpenedModel]:
+    with open_runner(path, share=share, has_mtp=has_mtp, streamed=streamed) as runner:
         yield opened_with(runner, CONTEXT)
 
 
@@ -112,6 +119,33 @@ def test_drafts_on_the_host(tmp_path: Path, has_mtp: bool, share: float | None) 
             drafter = scripted(kind, plain, prompts, params, wants_hidden=has_mtp, num_tokens=12)
             tokens_per_step = check_drafts(plain, opened, drafter, prompts, params, 4)
             assert kind == "random" or tokens_per_step > 2
+
+
+@pytest.mark.usefixtures("gpu")
+def test_draft_sizes_and_shares_at_random_change_no_answer(tmp_path: Path) -> None:
+    """Whatever sizes by cost and the bound of what drafts lose choose is among them."""
+    (path,) = write_gguf(tmp_path / "tiny.gguf", "qwen35moe", dims=SMALL_EXPERTS, nextn=True, quant="Q8_0")
+    params, prompt = replace(SEEDED, max_tokens=24, ignore_eos=True), [1, 2, 3, 1, 2]
+    sizes = RandomSizes(np.random.default_rng(5), most=4)
+    with (
+        on_the_host(path, has_mtp=False) as plain_model,
+        on_the_host(path, has_mtp=True, share=0.5, streamed=0.5) as opened,
+        moving_at_random(opened.runner, sizes.rng),
+    ):
+        assert isinstance(opened.runner, CudaRunner)
+        opened.runner.control(Controls(Moves.ALWAYS, Moves.ALWAYS))
+        plain = LLM.from_opened(plain_model)
+        for kind in ("mtp", "right", "random"):
+            drafter: Drafter = MtpDrafter(opened.runner.load_mtp().new_sequence())
+            if kind != "mtp":
+                drafter = scripted(kind, plain, [prompt], params, wants_hidden=True)
+            llm = LLM.from_opened(replace(opened, speculation=Speculation(drafter, sizes)))
+            (expected,), (found,) = plain.generate(prompt, params), llm.generate(prompt, params)
+            check_same(expected, found)
+            llm.forget()
+        assert opened.runner.gpu_experts is not None
+        assert opened.runner.gpu_experts.shares is not None
+    assert len(sizes.num_verified) >= sizes.most
 
 
 @pytest.fixture(scope="module", params=[None, 0.4, 0.0], ids=["resident", "partly", "none"])

@@ -431,7 +431,7 @@ def test_rates_that_cannot_be_kept_are_a_sentence_with_the_next_step(tmp_path: P
     nowhere = Path("/dev/null/hardware.json")
     assert with_rates(here, path=nowhere).read_bytes_per_s
     (sentence,) = why_not_kept(here, nowhere)
-    assert sentence.startswith(f"{nowhere} could not be written, so each plan measures this machine again: ")
+    assert sentence.startswith(f"rates could not be kept in {nowhere}, so each plan measures this machine")
     path.unlink()
     with_rates(here, path=path)
     assert why_not_kept(here, path) == ()

@@ -100,7 +100,7 @@ def why_not_kept(hardware: Hardware, path: Path | None = None) -> tuple[str, ...
     path = path or default_path()
     if describe_rates(hardware, path).state in ("current", "no file"):
         return ()
-    where = "this user has no home directory" if path is None else f"{path} could not be written"
+    where = "this user has no home directory" if path is None else f"rates could not be kept in {path}"
     return (f"{where}, so each plan measures this machine again: `coldstream doctor` shows the folder",)
 
 

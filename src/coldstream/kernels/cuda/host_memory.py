@@ -2,7 +2,7 @@
 
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from cuda.bindings import driver
 
@@ -45,19 +45,25 @@ def _parts_within(address: int, num_bytes: int) -> Iterator[tuple[int, int]]:
 
 def from_host(target: int, source: int, num_bytes: int, stream: streams.Stream) -> "driver.CUresult":
     """Queues a copy of registered or page-locked memory to the device; the driver's status."""
-    status = driver.CUresult.CUDA_SUCCESS
-    for offset, size in parts_of(source, num_bytes):
-        (status,) = driver.cuMemcpyHtoDAsync(target + offset, source + offset, size, stream.handle)
-        if status != driver.CUresult.CUDA_SUCCESS:
-            break
-    return status
+    return _queued(driver.cuMemcpyHtoDAsync, target, source, parts_of(source, num_bytes), stream)
 
 
 def to_host(target: int, source: int, num_bytes: int, stream: streams.Stream) -> "driver.CUresult":
     """Queues a copy of the device's memory to registered or page-locked memory; the driver's status."""
+    return _queued(driver.cuMemcpyDtoHAsync, target, source, parts_of(target, num_bytes), stream)
+
+
+def _queued(
+    copy: Callable[..., Any],
+    target: int,
+    source: int,
+    parts: Iterable[tuple[int, int]],
+    stream: streams.Stream,
+) -> "driver.CUresult":
+    """The status of the first call of the driver that fails, behind which none follows."""
     status = driver.CUresult.CUDA_SUCCESS
-    for offset, size in parts_of(target, num_bytes):
-        (status,) = driver.cuMemcpyDtoHAsync(target + offset, source + offset, size, stream.handle)
+    for offset, size in parts:
+        (status,) = copy(target + offset, source + offset, size, stream.handle)
         if status != driver.CUresult.CUDA_SUCCESS:
             break
     return status

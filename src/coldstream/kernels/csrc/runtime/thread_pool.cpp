@@ -50,8 +50,8 @@ ThreadPool::ThreadPool(int threads)
       owner_(getpid()),
       memory_(new Scratch[threads]),
       shares_(new TasksTaken[threads]),
-      places_(new Place[threads]),
       threads_(std::make_unique<std::vector<std::thread>>()),
+      places_(new Place[threads]),
       active_(threads) {
   try {
     start_workers();
