@@ -39,8 +39,9 @@ from coldstream.planning.unknowns import GpuShape, NotKnownError
 
 Array = np.ndarray[Any, Any]
 
-# Of libraries, the driver and the program, and the buffers through which weights go to the GPU at first.
-HOST_RESERVE_BYTES: Final = 1152 * 2**20
+# Of libraries, the driver and the program, and the buffers through which weights go to the GPU at first:
+# twice what they took beside an H200 (docs/notes/memory-tiers.md).
+HOST_RESERVE_BYTES: Final = 640 * 2**20
 _FLOAT, _ID = 4, 4
 _LINES: Final = 2 * 64  # of a mailbox's words
 
