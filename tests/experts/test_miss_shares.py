@@ -269,3 +269,52 @@ def test_threads_are_tried_only_where_they_may_move(moves: Moves) -> None:
         counts.add(shares.num_threads)
     assert (len(counts) > 1) == (moves is Moves.ALWAYS)
     assert (shares.statistics(RANKS) is None) == (moves is not Moves.ALWAYS)
+
+
+def prompt(rows: np.ndarray, times: MissTimes, request_ns: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """The CPU's work in a prompt whose experts have rows [layers, experts], and its experts."""
+    ns = np.array([request_ns + sum(map(times.cpu_time, layer)) for layer in rows.tolist()], np.float64)
+    work = np.stack([np.ones(len(rows)), rows.sum(axis=1), ns / 1e9])
+    return work.astype(np.float64), np.full(len(rows), rows.shape[1], np.float64)
+
+
+@pytest.mark.parametrize("moves", [Moves.ALWAYS, Moves.IF_CONTRADICTED])
+@pytest.mark.parametrize("slower", [0.1, 0.5, 2.0, 10.0])
+@pytest.mark.parametrize("most", [3, 12, 200])
+def test_prompts_say_what_the_cpu_takes_for_experts_of_several_rows(
+    moves: Moves, slower: float, most: int
+) -> None:
+    shares, rng = moving(TRUE, Controls(moves)), np.random.default_rng(most)
+    true = scaled(TRUE, slower, 1.0)
+    for _ in range(8):
+        rows = rng.integers(max(2, most // 2), most + 1, size=(LAYERS, 40))
+        assert shares.learn_prompt(*prompt(rows, true))
+    several = rng.integers(max(2, most // 2), most + 1, size=60).tolist()
+    assert shares.times.num_streamed(several) == pytest.approx(true.num_streamed(several), abs=2)
+    assert shares.times.cpu[0] == TRUE.cpu[0], "a prompt says nothing about one row"
+
+
+def test_prompts_move_nothing_where_nothing_may_move_or_layers_are_held_up() -> None:
+    rows = np.full((LAYERS, 40), 6)
+    work, experts = prompt(rows, scaled(TRUE, 3.0, 1.0))
+    fixed = moving(TRUE, Controls(Moves.NEVER, Moves.ALWAYS))
+    assert not fixed.learn_prompt(work, experts)
+    assert fixed.times.cpu == TRUE.cpu
+    shares = moving(TRUE)
+    work, experts = prompt(rows, TRUE)
+    work[2, :2] *= 100
+    for _ in range(5):
+        assert shares.learn_prompt(work, experts)
+    assert shares.times.cpu[5] == pytest.approx(TRUE.cpu[5], rel=0.01)
+
+
+@pytest.mark.parametrize("absurd", [0.0, -1.0, math.inf, math.nan])
+def test_absurd_prompts_are_left_out(absurd: float) -> None:
+    shares = moving(TRUE)
+    work, experts = prompt(np.full((LAYERS, 40), 6), TRUE)
+    for row in (1, 2):
+        changed = work.copy()
+        changed[row] = absurd if row == 2 else 0.0
+        assert not shares.learn_prompt(changed, experts)
+    assert not shares.learn_prompt(work, 0.0 * experts)
+    assert shares.times.cpu == TRUE.cpu

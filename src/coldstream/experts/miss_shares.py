@@ -1,7 +1,8 @@
 """How the missing experts of a token are divided between the CPU and the bus, by what the last tokens took.
 
 A plan's times are where a run begins. Every few steps of one row, what the CPU and the GPU have stamped says
-how long an expert really took each of them, and the tables that routers read are written anew. The number of
+how long an expert really took each of them, and the tables that routers read are written anew. Prompts say
+what the CPU takes for experts of several rows. The number of
 the CPU's threads follows the same stamps. How many guessed experts are copied ahead follows what part of the
 guesses was right. Any division and number gives the same bits. Pure; `StampedShares` does the same on a
 device.
@@ -18,8 +19,9 @@ from coldstream.experts.cpu_threads import CpuThreads
 from coldstream.experts.decode import DecodeExperts
 from coldstream.experts.gpu_statistics import MissShareStatistics, StepSums
 from coldstream.experts.prefetch import GuessCounter, Recall
+from coldstream.experts.prompt_paces import PromptPaces
 from coldstream.kernels.cuda.staged import ReadBack, StagedRing
-from coldstream.kernels.experts.shapes import MAX_RANKS
+from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_RANKS
 from coldstream.kernels.experts.split import BY_MISSES, MAX_NS, MissTimes
 from coldstream.kernels.experts.stamps import parse_stamps
 from coldstream.placement.control import Balance, Contradiction, Overhead, Work
@@ -84,6 +86,7 @@ class MissShares:
         self._totals, self._overhead, self._tilt = _Totals(), Overhead(), BusTilt()
         self._num_updates = 0
         self._recall = Recall(GUESSED) if copies_ahead else None
+        self._prompts = PromptPaces(times)
         self._fetches = self._by_fetches()
 
     def begin(self, seen: Seen) -> None:
@@ -106,6 +109,18 @@ class MissShares:
         has_moved = self._learn_times(before, seen)
         fetches_before, self._fetches = self._fetches, self._by_fetches()
         return has_moved or self._fetches != fetches_before
+
+    def learn_prompt(self, work: Array, experts: Array) -> bool:
+        """Learns from a prompt. work: its `Seen.cpu`; experts: that the CPU computed, float64 [layers].
+
+        Returns whether the times have moved. They need no contradiction: few prompts say what it takes to see
+        one.
+        """
+        if self._controls.shares is Moves.NEVER:
+            return False
+        requests, pairs, seconds = work
+        overhead = self._overhead.units * self._forecast.cpu[0] * self._balance.factors[0]
+        return self._prompts.learn(pairs, experts, 1e9 * seconds - overhead * requests)
 
     def _by_fetches(self) -> tuple[int, ...]:
         if self._recall is None:
@@ -163,7 +178,7 @@ class MissShares:
         return replace(
             forecast,
             answer=min(MAX_NS, round(forecast.answer + request)),
-            cpu=tuple(_scaled(each, cpu) for each in forecast.cpu),
+            cpu=tuple(map(_scaled, forecast.cpu, self._prompts.factors(cpu))),
             bus=_scaled(forecast.bus, bus),
             row_bus=_scaled(self._bus_ns, bus * self._tilt.factor),
         )
@@ -211,11 +226,20 @@ class StampsOfAStep(NamedTuple):
     is_first: bool
 
 
+class PromptStep(NamedTuple):
+    """What the CPU had done before a prompt. number: of the launch."""
+
+    work: Array
+    experts: Array
+    number: int
+
+
 class StampedShares:
-    """Moves the times that routers of `decode` read. work: what the CPU did, see `ExpertServer.work`.
+    """Moves the times that routers of `decode` read. work, expected: what the CPU did, and what was asked of
+    it, see `ExpertServer`.
 
     num_layers: that may miss an expert. guesses: counts those at missing experts, if there are any.
-    `launched` and `ended` are called for each step.
+    `starting`, `launched` and `ended` are called for each step whose experts the device shares out.
     """
 
     def __init__(
@@ -223,19 +247,34 @@ class StampedShares:
         decode: DecodeExperts,
         shares: MissShares,
         work: Callable[[], CpuWork],
+        expected: Callable[[], Sequence[tuple[int, int, int]]],
         num_layers: int,
         guesses: GuessCounter | None = None,
     ) -> None:
         self._work, self._num_layers, self._shares, self._guesses = work, num_layers, shares, guesses
+        self._expected = expected
+        self._before: PromptStep | None = None  # the next step, if it is a prompt
+        self._num_launches = 0
         self._stamps = ReadBack(decode.stamps)
         self._tables = (StagedRing(decode.times), StagedRing(decode.tried_times))
         self._num_steps: int | None = None  # of one row, since the last copy of stamps; None: there is none
 
-    def launched(self, rows: int) -> StampsOfAStep | None:
+    def starting(self, rows: int, *, is_alone: bool) -> None:
+        """Right before the launch of a step. is_alone: whether no other one may be running."""
+        self._before = None
+        if rows > MAX_MAILBOX_ROWS and is_alone:
+            self._before = PromptStep(*self._done(), self._num_launches + 1)
+
+    def _done(self) -> tuple[Array, Array]:
+        asked = np.array(self._expected(), np.float64)
+        return np.array(self._work(), np.float64).T, asked[:, -1]
+
+    def launched(self, rows: int) -> StampsOfAStep | PromptStep | None:
         """Right behind the launch of a step. What `ended` is to be given when it has ended, if anything."""
+        self._num_launches += 1
         if rows != 1:
             self._num_steps = None
-            return None
+            return self._before
         is_first = self._num_steps is None
         self._num_steps = 0 if self._num_steps is None else self._num_steps + 1
         if not is_first and self._num_steps < STEPS_OF_AN_UPDATE:
@@ -243,8 +282,14 @@ class StampedShares:
         self._num_steps = 0
         return StampsOfAStep(self._stamps.copy(), is_first)
 
-    def ended(self, step: StampsOfAStep) -> None:
+    def ended(self, step: StampsOfAStep | PromptStep) -> None:
         """The step has ended, and the copy of its stamps with it."""
+        if isinstance(step, PromptStep):
+            if step.number == self._num_launches:  # no other one since
+                work, experts = self._done()
+                if self._shares.learn_prompt(work - step.work, experts - step.experts):
+                    self._write()
+            return
         sums, bus_pairs = parse_stamps(step.stamps[: self._num_layers])
         work = np.array(self._work(), np.float64).T
         guesses = self._guesses.missing if self._guesses else (0, 0)

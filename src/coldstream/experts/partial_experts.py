@@ -21,7 +21,7 @@ from coldstream.experts.gpu_statistics import (
     StepTimes,
 )
 from coldstream.experts.host import HostExperts
-from coldstream.experts.miss_shares import MissShares, StampedShares, StampsOfAStep
+from coldstream.experts.miss_shares import MissShares, PromptStep, StampedShares, StampsOfAStep
 from coldstream.experts.prefetch import GuessCounter, PrefetchStatistics
 from coldstream.experts.prefill import ExpertStream, StreamCounters
 from coldstream.experts.ram_pool import RamPool
@@ -92,7 +92,7 @@ class _StepInFlight:
     ids: ExpertIds | None
     guesses: bool
     resident: Array | None
-    stamps: StampsOfAStep | None
+    stamps: StampsOfAStep | PromptStep | None
 
 
 class PartialExperts:
@@ -207,8 +207,10 @@ class PartialExperts:
             shares = MissShares(
                 times, self.host.ops.threads, self._controls, copies_ahead=decode.copies_ahead
             )
-            work = self.host.server.work
-            self._shares = StampedShares(decode, shares, work, num_layers, self._guesses)
+            server = self.host.server
+            self._shares = StampedShares(
+                decode, shares, server.work, server.expected, num_layers, self._guesses
+            )
 
     def set_times(self, times: MissTimes) -> None:
         """Has missing experts divided by these times, and no longer by the plan's or what steps took. If
@@ -330,6 +332,8 @@ class PartialExperts:
             if self._has_streamed and self._stream is not None:
                 self._stream.settle()  # experts of a decode step are copied into the same ring
             self._has_streamed = False
+            if self._shares is not None:
+                self._shares.starting(rows, is_alone=not self._in_flight)
             self.host.server.begin()
         elif self._stream is not None:
             self._has_streamed = True

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cuda_runner_cases import open_partly
 from runner_cases import token_ids, write_mixed_layers
 
 from coldstream.experts import miss_shares
 from coldstream.experts.prefetch import Prefetching
+from coldstream.kernels.cuda.contents import read
 from coldstream.placement.control import MOST_TIMES
 from coldstream.placement.controls import Controls, Moves
 from coldstream.placement.cost import GUESSED
@@ -42,6 +44,41 @@ def test_shares_follow_stamps_only_where_they_are_asked_to(path: Path) -> None:
         assert observed.seconds > 0
         assert observed.cpu_factor is not None
         assert 1 / MOST_TIMES <= shares.cpu_factor <= MOST_TIMES
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_the_cpu_takes_for_prompts_is_learned_unless_another_step_ran_beside_them(path: Path) -> None:
+    with open_partly(path, 0.0, streamed=0.5, ring_bytes=8 * 2**20) as runner:
+        runner.runner.control(Controls(Moves.IF_CONTRADICTED))
+        partial = runner.runner._partial
+        assert partial is not None
+        assert partial._shares is not None
+        paces = partial._shares._shares._prompts._paces
+        for token in token_ids(3):
+            runner.decode(token)
+        assert not paces
+        runner.prefill(token_ids(70))
+        assert [1 / MOST_TIMES < each.factor < MOST_TIMES for each in paces.values()] == [True]
+        table = read(partial._executor.decode.times)
+        assert np.array_equal(table, partial._shares._shares.words()[0])
+        before = {rows: each.factor for rows, each in paces.items()}
+        runner.reset()
+        shares, starting, launched = partial._shares, partial._shares.starting, partial._shares.launched
+
+        def launched_with_another(rows: int) -> object:
+            step = launched(rows)
+            launched(rows)
+            return step
+
+        shares.starting = lambda rows, is_alone: starting(rows, is_alone=False)
+        runner.prefill(token_ids(70))
+        shares.starting, shares.launched = starting, launched_with_another
+        runner.prefill(token_ids(70))
+        assert {rows: each.factor for rows, each in paces.items()} == before
+        shares.launched = launched
+        runner.reset()
+        runner.prefill(token_ids(70))
+        assert {rows: each.factor for rows, each in paces.items()} != before
 
 
 @pytest.mark.usefixtures("gpu")
