@@ -39,6 +39,10 @@ class LossBound:
         has_stalled = gain_s < -_STALL_STEPS * plain_s - self.first_use_s
         self._keep(-_STAKE_STEPS * plain_s if has_stalled else gain_s, plain_s)
 
+    def has_gained(self, plain_s: float) -> bool:
+        """Whether as much as the stake was gained lately, and is there beside it."""
+        return self.affords(2 * _STAKE_STEPS * plain_s)
+
     def affords(self, seconds: float) -> bool:
         """Whether so much may be lost."""
         return self._left_s is not None and self._left_s >= seconds

@@ -12,7 +12,9 @@ capture for each number.
 `AskedNodes` learns that number from drafts before. A draft takes longer the more nodes it has, and what
 further nodes bring depends on the text. So the time is learned by the nodes asked for. By node it is learned
 how much more a step was worth whose size could be chosen with the node than without it. Of a draft shorter
-than what was asked for, the nodes that it does not have brought nothing.
+than what was asked for, the nodes that it does not have brought nothing. Nodes beyond those asked for are
+forecast as the last ones go on. So a draft grows as soon as that may pay, and no node is drafted to be thrown
+away, but for a few that tell whether the forecast is right.
 
 Estimates of what is not done grow stale, so a small share of the time goes into doing it anyway. Half the
 share pays for *probes*, steps with another size than the best; half for *explorations*, drafts made although
@@ -47,8 +49,11 @@ from coldstream.decoding.loss_bound import LossBound
 from coldstream.decoding.row_times import MAX_ROWS, RowTimes, last_rows, row_range
 
 _FIRST: Final = 4  # nodes asked for before anything is known
-_BOUND_FIRST: Final = 3  # the same where what drafts lose is bounded, and one bad draft would spend it all
-_MORE_DISTANCE: Final = 2  # drafts between two that have one node more than is best
+# The same where what drafts lose is bounded, as one bad draft would spend it all; the most until they gain.
+_BOUND_FIRST: Final = 3
+# Drafts from one with a node more than is best to the next: twice as many each time that it brought nothing.
+_LEAST_DISTANCE: Final = 2
+_MOST_DISTANCE: Final = 16
 _ASKED_WEIGHT: Final = 1 / 16  # weight of the newest draft
 _LEAST_S: Final = 1e-9
 
@@ -61,23 +66,35 @@ class AskedNodes:
         self._times = RowTimes()
         self._brought: list[float] = []  # by node: tokens that it brought beyond the nodes before it
         self._num_asked = 1  # nodes that were asked for in the last draft
-        self._num_drafts = 0
+        self._ahead: list[float] = []  # what 1, 2 … nodes more than those of the last draft may bring
+        self._num_best, self._tokens_s = 1, 0.0  # nodes that seemed best for the last draft, and of `best`
+        self._more_distance, self._until_more = _LEAST_DISTANCE, 1  # in drafts
 
     @property
     def draft_s(self) -> float:
         """What drafts that are to have as many nodes as the last one take; 0 before that is known."""
         return self._seconds(self._num_asked)
 
-    def record(self, draft_s: float, worths: Sequence[float]) -> None:
-        """A draft took so long.
+    def record(self, draft_s: float, worths: Sequence[float], num_asked: int) -> None:
+        """A draft that was to have `num_asked` nodes took so long.
 
-        worths: by number of nodes, from 0 to those asked for, at least 1. Each is what a step of the best
-        size up to that number is worth beside its time. None is less than the one before.
+        worths: by number of nodes, from 0 to at least those asked for. Each is what a step of the best size
+        up to that number is worth beside its time; of more nodes it is a forecast. None is less than the one
+        before.
         """
-        self._num_drafts += 1
-        self._num_asked = len(worths) - 1
+        self._num_asked = num_asked
+        if self._until_more > 0:
+            self._until_more -= 1
+        elif num_asked > self._num_best:
+            more_s = self._seconds(num_asked) - self._seconds(self._num_best)
+            has_brought = worths[num_asked] - worths[self._num_best] > self._tokens_s * more_s
+            self._more_distance = (
+                _LEAST_DISTANCE if has_brought else min(_MOST_DISTANCE, 2 * self._more_distance)
+            )
+            self._until_more = self._more_distance - 1
         self._times.record(min(self._num_asked, MAX_ROWS), max(_LEAST_S, draft_s))
-        for node, (before, worth) in enumerate(pairwise(worths)):
+        self._ahead = [worth - worths[num_asked] for worth in worths[num_asked + 1 :]]
+        for node, (before, worth) in enumerate(pairwise(worths[: 1 + num_asked])):
             if node < len(self._brought):
                 self._brought[node] += _ASKED_WEIGHT * (worth - before - self._brought[node])
             else:
@@ -86,7 +103,7 @@ class AskedNodes:
     def best(self, most: int, tokens_s: float) -> int:
         """How many to ask for, at most `most`, where a second is worth so many tokens.
 
-        Of every other draft one more than is best, and of all if none had that one: what nodes bring is seen
+        One more than is best where it is forecast to pay, and in some other drafts: what nodes bring is known
         only where they are asked for.
         """
         if not self._times.has_any:
@@ -94,9 +111,17 @@ class AskedNodes:
         gains = accumulate(self._brought[: min(most, MAX_ROWS)])
         worths = [gain - tokens_s * self._seconds(1 + node) for node, gain in enumerate(gains)]
         best = 1 + worths.index(max(worths))
-        if best == len(self._brought) or self._num_drafts % _MORE_DISTANCE == 0:
-            best += 1
-        return min(most, best)
+        self._num_best, self._tokens_s = best, tokens_s
+        tries_more = best <= self._num_asked and self._until_more == 0
+        return min(most, best + (tries_more or (best == self._num_asked and self._more_may_pay(tokens_s))))
+
+    def _more_may_pay(self, tokens_s: float) -> bool:
+        """Whether more nodes than those of the last draft are forecast to be worth their time."""
+        drafted_s = self._seconds(self._num_asked)
+        return any(
+            gain > tokens_s * (self._seconds(self._num_asked + more) - drafted_s)
+            for more, gain in enumerate(self._ahead, 1)
+        )
 
     def _seconds(self, num_asked: int) -> float:
         return self._times.seconds(min(num_asked, MAX_ROWS)) or 0.0
@@ -115,7 +140,7 @@ _PROBE_DISTANCE = 16  # steps from one probe to the next, at least
 _MOST_SAVED = 4096  # steps whose shares are saved for probes; at half a percent that is the time of 20 steps
 _LEAST_OVERHEAD_S = 1e-9
 _FIRST_PLAIN_STEPS, _PLAIN_STEPS, _PLAIN_DISTANCE = 24, 6, 256
-_BOUND_PLAIN_STEPS: Final = 12  # the first where what drafts lose is bounded
+_BOUND_PLAIN_STEPS: Final = 8  # the first where what drafts lose is bounded
 # Where experts are missing, plain steps differ as the experts in fast memory do. So they are measured again
 # soon in the first steps, and often while drafts do not make a token much faster.
 _NEW_STEPS, _NEW_DISTANCE, _NEAR_DISTANCE, _MUCH = 144, 24, 64, 1.3
@@ -244,6 +269,8 @@ class SizePolicy:
         For one sequence as many as make all the rows of a range, unless there is no room for them.
         """
         tokens_s = self._tokens_s(num_roots) if self._times.has_any else 0.0
+        if self._bound is not None and not (tokens_s and self._bound.has_gained(self._known_s(num_roots))):
+            most = min(most, _BOUND_FIRST)
         self._num_asked = self._asked.best(most, tokens_s)
         if num_roots == 1:
             self._num_asked = min(most, last_rows(min(MAX_ROWS, 1 + self._num_asked)) - 1)
@@ -259,15 +286,10 @@ class SizePolicy:
         is_exploration = not self.pays
         tokens = list(accumulate(probabilities, initial=float(num_roots)))
         tokens_s = self._tokens_s(num_roots)
-        worths = [
-            expected - tokens_s * (self._known_s(num_roots + n) + self._share_of_first_use_s(num_roots, n))
-            for n, expected in enumerate(tokens[: 1 + MAX_ROWS - num_roots])
-        ]
+        worths = self._worths(tokens, tokens_s, num_roots)
         if self._num_asked:
-            among = list(accumulate(worths, max))  # the best worth among the first nodes
-            last = len(among) - 1
-            each = [among[min(last, n * num_roots)] for n in range(1 + self._num_asked)]
-            self._asked.record(draft_s, each)
+            each = self._worths_of_asked(probabilities, tokens_s, num_roots)
+            self._asked.record(draft_s, each, self._num_asked)
         rates = expected_rates(probabilities, self._known_s, self._asked.draft_s, num_roots)
         best = worths.index(max(worths))  # the smallest of equal ones
         probe = self._probe(rates, best, tokens, num_roots)
@@ -275,6 +297,28 @@ class SizePolicy:
         if probe is not None:
             n, reason = probe, SizeReason.PROBE
         return TreeSize(n, reason, rates[n], rates[best], tokens[n], draft_s, is_exploration)
+
+    def _worths(self, tokens: Sequence[float], tokens_s: float, num_roots: int) -> list[float]:
+        """By the number of nodes: what a step expected to give so many tokens is worth beside its time."""
+        return [
+            expected - tokens_s * (self._known_s(num_roots + n) + self._share_of_first_use_s(num_roots, n))
+            for n, expected in enumerate(tokens[: 1 + MAX_ROWS - num_roots])
+        ]
+
+    def _worths_of_asked(
+        self, probabilities: Sequence[float], tokens_s: float, num_roots: int
+    ) -> list[float]:
+        """By the nodes asked of each drafter: what a step of the best size up to them is worth.
+
+        Also of more nodes than were asked for, up to those of the next range of rows.
+        """
+        next_rows = last_rows(min(MAX_ROWS, num_roots * (1 + self._num_asked) + 1))
+        most = max(self._num_asked, next_rows // num_roots - 1)
+        if len(probabilities) >= self._num_asked * num_roots:
+            probabilities = _continued(probabilities, most * num_roots)
+        tokens = list(accumulate(probabilities, initial=float(num_roots)))
+        among = list(accumulate(self._worths(tokens, tokens_s, num_roots), max))
+        return [among[min(len(among) - 1, n * num_roots)] for n in range(1 + most)]
 
     def record(
         self,
@@ -403,6 +447,13 @@ class SizePolicy:
             if age / expected_s > urgency:
                 wanted, urgency, overhead_s = n, age / expected_s, expected_s
         return wanted if self._for_probes.affords(overhead_s) else None
+
+
+def _continued(probabilities: Sequence[float], num_nodes: int) -> list[float]:
+    """At least so many, if each further node is as likely beside the one before as the last one is."""
+    before, last = [1.0, 1.0, *probabilities][-2:]
+    ratio = min(1.0, last / before) if before else 0.0
+    return [*probabilities, *(last * ratio**n for n in range(1, 1 + num_nodes - len(probabilities)))]
 
 
 class _Purse:
