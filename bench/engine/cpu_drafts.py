@@ -56,7 +56,7 @@ SHALLOW: Final = {
 }
 CASES: Final = (*SHALLOW, *(f"{name}-wrong" for name in SHALLOW), "demo")
 WRONG: Final = Acceptance((0.0,))
-PROMPT_TOKENS, CTX_SIZE, MAX_STEPS = 64, 2048, 8
+PROMPT_TOKENS, CTX_SIZE = 64, 2048
 Prompt = str | list[int]
 
 
@@ -155,7 +155,7 @@ class Case:
         """A new one of the block."""
         if self.acceptance is None:
             return MtpDrafter(block.new_sequence())
-        stated = StatedMtp(block.new_sequence(), max_steps=MAX_STEPS)
+        stated = StatedMtp(block.new_sequence())
         stated.acceptance = self.acceptance
         return stated
 

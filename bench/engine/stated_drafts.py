@@ -59,7 +59,7 @@ class StatedMtp(MtpDrafter):
     def propose(self, context: Sequence[int], budget: int) -> TokenTree:
         """See `Drafter`."""
         super().propose(context, budget)
-        return self.acceptance.draft(context, budget)
+        return self.acceptance.draft(context, min(budget, self._max_steps))
 
 
 class StatedDflash(DflashDrafter):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coldstream.decoding.loss_bound import LossBound
 from coldstream.decoding.row_times import MAX_ROWS, RowTimes
 from coldstream.decoding.tree_size import SizePolicy, SizeReason, TreeSize, expected_rates
 
@@ -375,6 +376,19 @@ def test_it_is_a_pure_function_of_what_was_recorded(seed: int) -> None:
 def test_the_best_size_of_equal_ones_is_the_smallest() -> None:
     times = _known(lambda rows: 0.01 * rows, range(1, 9))
     assert SizePolicy(times).choose([1.0] * 7, 0.0).num_nodes == 0
+
+
+def test_bounded_drafts_grow_once_they_have_gained_as_much_as_their_stake() -> None:
+    """Although more is forecast to pay: each draft gains 0.3 of a plain step here, and the stake is three."""
+    policy, sizes = SizePolicy(RowTimes(), bound=LossBound()), []
+    for _ in range(20):
+        policy.went_on(1, 0.02)
+    for _ in range(24):
+        sizes.append(policy.num_asked(40))
+        size = policy.choose(_chain(0.97, sizes[-1]), 1e-6)
+        policy.record(0.022, size, 1.4)
+    assert set(sizes[:8]) == {3}
+    assert min(sizes[-8:]) > 3
 
 
 def test_as_many_nodes_are_asked_for_as_fill_the_rows_of_a_range() -> None:

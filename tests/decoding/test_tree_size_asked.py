@@ -36,8 +36,9 @@ def test_nodes_that_cost_nothing_are_asked_for() -> None:
 
 
 def test_one_more_is_asked_for_than_is_worth_its_time() -> None:
-    """At 100 tokens a second the third node, which brings an eighth, costs a tenth, the fourth too much. So of
-    sixteen drafts one has the fourth.
+    """At 100 tokens a second the third node, which brings an eighth, costs a tenth, the fourth too much.
+
+    So of sixteen drafts one has the fourth.
     """
     assert Counter(settle(AskedNodes(), lambda n: 0.001 * n, HALVES, drafts=200)) == {3: 30, 4: 2}
 
@@ -116,9 +117,11 @@ def test_drafts_grow_node_by_node_from_what_is_known() -> None:
 def test_a_node_seen_first_in_a_hard_stretch_is_not_taken_for_a_bad_one() -> None:
     """What it brings is known from the node before it in the same draft."""
     asked = AskedNodes()
-    easy, hard = [0.9 * n for n in range(12)], [0.0] * 12
-    for draft in range(60):
-        is_hard = draft % 20 < 10
+    easy, hard = [0.9 * n for n in range(13)], [0.0] * 13
+    for _ in range(4):
+        asked.record(0.001, easy[:6], 4)
+    asked.record(0.001, hard, 11)
+    for _ in range(10):
         num_asked = asked.best(11, 100.0)
-        asked.record(0.001, (hard if is_hard else easy)[: 2 + num_asked], num_asked)
+        asked.record(0.001, easy[: 2 + num_asked], num_asked)
     assert num_asked == 11
