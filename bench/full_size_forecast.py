@@ -50,13 +50,24 @@ TYPED_SIZES = replace(
 def hardware_of(result: dict[str, Any]) -> Hardware:
     """The measured machine that a result of gpu_hybrid.py names."""
     facts = result["hardware"]
-    return Hardware(**_rates_in(facts) | {"gpu": GpuHardware(**_rates_in(facts["gpu"]))})
+    steps = steps_of(facts["gpu"].get("steps"), facts["num_physical_cores"])
+    gpu = GpuHardware(**_rates_in(facts["gpu"]) | {"steps": steps})
+    return Hardware(**_rates_in(facts) | {"gpu": gpu})
 
 
 def _rates_in(facts: dict[str, Any]) -> dict[str, Any]:
     """Without what may have disturbed their measurement."""
-    found = {name: _hashable(value) for name, value in facts.items() if name != "conditions"}
-    return found | {"steps": StepRates.parsed(facts["steps"])} if "steps" in facts else found
+    return {name: _hashable(value) for name, value in facts.items() if name != "conditions"}
+
+
+def steps_of(facts: dict[str, Any] | None, cores: int) -> StepRates | None:
+    """Rates of steps in a result. Before requests were measured, an expert took what many in a row took on
+    all cores, of which a run leaves one to the thread that waits for the GPU.
+    """
+    if facts is None or "request_s" in facts:
+        return StepRates.parsed(facts)
+    fewer = {name: facts[name] * max(1, cores - 1) / cores for name in ("misses_alone", "misses_beside")}
+    return StepRates.parsed(facts | fewer | {"request_s": 0.0})
 
 
 def _hashable(value: Any) -> Any:

@@ -23,7 +23,6 @@ from bench.device import describe
 from bench.full_size_forecast import TYPED_SIZES
 from bench.kernels.gpu_types import dense_case, experts_case, new_ops
 from bench.results import write_result
-from coldstream.kernels.best_runs import best_seconds
 from coldstream.kernels.cuda.device import find_gpu, measure_copy_bandwidth
 from coldstream.kernels.cuda.kernel_loading import KernelLoading
 from coldstream.kernels.cuda.link import measure_handshake, measure_link, measure_products
@@ -31,11 +30,10 @@ from coldstream.kernels.cuda.runtime import allocations, copies, streams
 from coldstream.kernels.experts.cpu_rates import measure_expert_rates
 from coldstream.kernels.experts.gpu_rates import (
     LAUNCHES,
-    CpuExperts,
     LayerShape,
     MeasuredLayers,
+    best_beside,
     best_graph_seconds,
-    best_window,
     measure_step_rates,
     needed_kernels,
 )
@@ -107,7 +105,8 @@ def beside_estimates(hardware: Hardware) -> Iterator[Row]:
     measured, estimated = KernelShares.of(hardware), KernelShares()
     for name in measured.measured:
         pair = getattr(estimated, name), getattr(measured, name)
-        yield {"share": name, "estimated": pair[0], "measured": pair[1], "ratio": round(pair[1] / pair[0], 3)}
+        ratio = round(pair[1] / pair[0], 3) if pair[0] else None
+        yield {"share": name, "estimated": pair[0], "measured": pair[1], "ratio": ratio}
 
 
 def forecasts(hardware: Hardware) -> Iterator[Row]:
@@ -128,32 +127,32 @@ def forecasts(hardware: Hardware) -> Iterator[Row]:
 
 
 def layers_by_number(layers: MeasuredLayers, threads: int) -> Iterator[Row]:
-    """Microseconds of a layer with so many experts, by where they are."""
+    """Microseconds of a layer with so many experts, by where they are, and of requests to the CPU."""
     shape = layers.shape
-    for number in NUMBERS:
-        resident = layers.graph(layers.resident, number, shape.num_layers)
-        over_bus = layers.graph(layers.mapped, number, shape.bus_layers)
-        staged = layers.staging_graph(number, shape.bus_layers)
-        run, run_bytes = layers.cpu_run(threads, number)
-        bus_bytes = shape.bus_layers * number * shape.expert_bytes
-        alone_s, staged_s = best_graph_seconds(over_bus), best_graph_seconds(staged)
-        row = {
-            "experts": number,
-            "resident_us": best_graph_seconds(resident) / shape.num_layers,
-            "bus_us": alone_s / shape.bus_layers,
-            "staged_us": staged_s / shape.bus_layers,
-            "cpu_us": best_seconds(run, 0.0, 0.05),
-        }
-        with CpuExperts.running(run, run_bytes) as cpu:
-            bus, cpu_beside_bus = best_window(over_bus, alone_s, bus_bytes, cpu)
-            staging, cpu_beside_staging = best_window(staged, staged_s, bus_bytes, cpu)
-        row |= {
-            "bus_beside_us": bus / shape.bus_layers,
-            "staged_beside_us": staging / shape.bus_layers,
-            "cpu_beside_bus_us": run_bytes / cpu_beside_bus,
-            "cpu_beside_staged_us": run_bytes / cpu_beside_staging,
-        }
-        yield {name: value if name == "experts" else round(1e6 * value, 2) for name, value in row.items()}
+    resident_s = {
+        number: best_graph_seconds(layers.graph(layers.resident, number, shape.num_layers)) / shape.num_layers
+        for number in NUMBERS
+    }
+    with layers.requests(threads, resident_s[NUMBERS[-1]]) as requests:
+        for number in NUMBERS:
+            over_bus = layers.graph(layers.mapped, number, shape.bus_layers)
+            staged = layers.staging_graph(number, shape.bus_layers)
+            bus_bytes = shape.bus_layers * number * shape.expert_bytes
+            alone_s, staged_s = best_graph_seconds(over_bus), best_graph_seconds(staged)
+            request_s = requests.best_seconds(number)
+            bus = best_beside(over_bus, alone_s, bus_bytes, requests, shape.expert_bytes)
+            staging = best_beside(staged, staged_s, bus_bytes, requests, shape.expert_bytes)
+            row = {
+                "resident_us": resident_s[number],
+                "bus_us": alone_s / shape.bus_layers,
+                "staged_us": staged_s / shape.bus_layers,
+                "request_us": request_s,
+                "bus_beside_8_us": bus[0] / shape.bus_layers,
+                "staged_beside_8_us": staging[0] / shape.bus_layers,
+                "request_of_8_beside_bus_us": bus[1],
+                "request_of_8_beside_staged_us": staging[1],
+            }
+            yield {"experts": number} | {name: round(1e6 * value, 2) for name, value in row.items()}
 
 
 def products_of_prompts() -> Iterator[Row]:

@@ -1,6 +1,7 @@
 """A desktop's share of a machine beside llama.cpp, and how far forecasts are from what was measured."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from bench.report.tables import Row, has, load, table
@@ -64,14 +65,15 @@ def _beside(ours: Mapping[str, Any], theirs: Mapping[str, Any] | None) -> str:
 
 
 def forecasts() -> str:
-    """Of each stored run, how many present forecasts are close."""
+    """Of each stored run, how many present forecasts are close, and those of programs that did otherwise."""
     result = load("forecasts")
     rows: list[Row] = []
-    close = count = 0
+    present, older = _Count(), _Count()
     for each in result["forecasts"]:
-        ratios = [both["ratio"] for row in each["rows"] for both in row["figures"].values()]
-        near = sum(abs(ratio - 1) <= CLOSE for ratio in ratios)
-        close, count = close + near, count + len(ratios)
+        both = [both for row in each["rows"] for both in row["figures"].values()]
+        of_present = _Count.of([one["ratio"] for one in both if not one["older_than"]])
+        of_older = _Count.of([one["ratio"] for one in both if one["older_than"]])
+        present, older = present + of_present, older + of_older
         measured = each["measured"]
         machine = measured["machine"]
         rows.append(
@@ -81,10 +83,37 @@ def forecasts() -> str:
                 f"{machine.get('gpu', machine['cpu'])}, {machine['cores']} cores",
                 each["bus"],
                 "measured" if each["has_steps"] else "estimated",
-                f"{near} of {len(ratios)}",
-                f"{min(ratios):.2f}–{max(ratios):.2f}",
+                *of_present.cells(),
+                *of_older.cells(),
             ]
         )
     header = ["result", "measured at", "machine", "bus, GB/s", "kernels' shares", "within 15 %", "least–most"]
-    note = f"{close} of {count} figures. Commit {result['commit']}: `python -m bench.engine.forecast_again`"
+    header += ["older, within 15 %", "least–most"]
+    note = (
+        f"{present.close} of {len(present.ratios)} figures, and {older.close} of {len(older.ratios)} of "
+        f"older programs. Commit {result['commit']}: `python -m bench.engine.forecast_again`"
+    )
     return table(header, rows) + f"\n{note}\n"
+
+
+@dataclass(frozen=True)
+class _Count:
+    """Forecasts over what was measured."""
+
+    ratios: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, ratios: list[float]) -> "_Count":
+        return cls(tuple(ratios))
+
+    def __add__(self, other: "_Count") -> "_Count":
+        return _Count(self.ratios + other.ratios)
+
+    @property
+    def close(self) -> int:
+        return sum(abs(ratio - 1) <= CLOSE for ratio in self.ratios)
+
+    def cells(self) -> tuple[str, str]:
+        if not self.ratios:
+            return "–", "–"
+        return f"{self.close} of {len(self.ratios)}", f"{min(self.ratios):.2f}–{max(self.ratios):.2f}"

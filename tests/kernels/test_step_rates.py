@@ -1,7 +1,7 @@
 """Rates of a GPU's steps: what is launched runs on the host, and figures follow from times."""
 
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,19 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coldstream.kernels import _csrc
 from coldstream.kernels.cuda.contents import read
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.runtime import allocations, calls
 from coldstream.kernels.experts import gpu_rates
 from coldstream.kernels.experts.gpu_rates import (
     LAUNCHES,
+    MOST,
     LayerShape,
     MeasuredLayers,
     measure_step_rates,
 )
 from coldstream.kernels.experts.step_rates import StepRates
+from host_gpu import ServerOnDemand
 
-SHAPE = LayerShape(256, 256, num_experts=16, fewest_experts=16, num_layers=2, bus_layers=2, prompt_rows=65)
+SHAPE = LayerShape(256, 256, num_experts=16, cpu_experts=16, num_layers=2, bus_layers=2, prompt_rows=65)
 RAM_BYTES = 2**30
 
 
@@ -37,6 +40,8 @@ def test_what_is_measured_runs_and_all_memory_is_given_back(monkeypatch: pytest.
 
     monkeypatch.setattr(CudaProgram, "kernel", noted)
     monkeypatch.setattr(gpu_rates, "_WARM_S", 0.0)
+    # Requests come from the host, which launches nothing for them.
+    monkeypatch.setattr(_csrc, "ExpertServer", ServerOnDemand._make)
     before = calls.free_memory()
     rates = measure_step_rates(2, RAM_BYTES, SHAPE)
     assert {*gpu_rates._OF_ONE_ROW} < launched
@@ -45,6 +50,7 @@ def test_what_is_measured_runs_and_all_memory_is_given_back(monkeypatch: pytest.
     assert (rates.launch_s, rates.row_bytes_per_s) == (None, None), "more experts took no longer"
     assert rates.row_bus_alone == gpu_rates.MISSING * SHAPE.bus_layers * SHAPE.expert_bytes / 1e-3
     assert min(rates.misses_alone, rates.misses_beside, rates.queue_s) > 0
+    assert rates.request_s >= 0
     assert rates.prompt_ops_per_s == 2 * 65 * (16 * 256) * 256 / 1e-3
     allocations.trim()
     assert calls.free_memory() == before
@@ -76,6 +82,7 @@ class Machine:
     bus: float
     staged: float
     cpu: float
+    request_s: float  # of a request, whatever it asks for
     beside: float  # what is left of the bus and of the CPU beside each other
 
 
@@ -103,14 +110,28 @@ class Layers:
     def prompt_ops_per_s(self) -> float:
         return 1e14
 
-    def cpu_run(self, num_threads: int, number: int) -> tuple[Callable[[], None], int]:
-        return lambda: None, number * self.shape.expert_bytes
+    def requests(self, num_threads: int, layer_s: float) -> AbstractContextManager["Requests"]:
+        return nullcontext(Requests(self.machine))
+
+
+class Requests:
+    """In place of `ExpertRequests`."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def best_seconds(self, number: int, share: float = 1.0) -> float:
+        return self.machine.request_s + number * LayerShape().expert_bytes / (share * self.machine.cpu)
 
 
 rates = st.floats(1e9, 1e13)
 
 
-@given(st.builds(Machine, st.floats(1e-7, 1e-4), rates, rates, rates, rates, st.floats(0.1, 1.0)))
+@given(
+    st.builds(
+        Machine, st.floats(1e-7, 1e-4), rates, rates, rates, rates, st.floats(1e-7, 1e-3), st.floats(0.1, 1.0)
+    )
+)
 @settings(max_examples=50, deadline=None)
 def test_a_machines_rates_are_found(machine: Machine) -> None:
     found = measured(machine)
@@ -119,8 +140,9 @@ def test_a_machines_rates_are_found(machine: Machine) -> None:
     assert found.row_bus_alone == pytest.approx(machine.bus, rel=1e-3)
     assert found.row_bus_beside == pytest.approx(machine.beside * machine.bus, rel=1e-3)
     assert found.staged_beside == pytest.approx(machine.beside * machine.staged)
-    assert found.misses_alone == pytest.approx(machine.cpu)
-    assert found.misses_beside == pytest.approx(machine.beside * machine.cpu)
+    assert found.request_s == pytest.approx(machine.request_s, rel=1e-3, abs=1e-9)
+    assert found.misses_alone == pytest.approx(machine.cpu, rel=1e-6)
+    assert found.misses_beside == pytest.approx(machine.beside * machine.cpu, rel=1e-3)
 
 
 def measured(machine: Machine) -> StepRates:
@@ -128,34 +150,53 @@ def measured(machine: Machine) -> StepRates:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_rates, "graph_seconds", lambda graph, num_runs=1: num_runs * graph(1.0))
         patch.setattr(gpu_rates, "_WARM_S", 0.0)
-        patch.setattr(gpu_rates, "best_alone", lambda cpu: machine.cpu)
-        patch.setattr(gpu_rates.CpuExperts, "running", lambda *_: nullcontext())
-        beside = machine.beside
-        patch.setattr(gpu_rates, "best_window", lambda graph, *_: (graph(beside), beside * machine.cpu))
+        request_s = Requests(machine).best_seconds(MOST, machine.beside)
+        patch.setattr(gpu_rates, "best_beside", lambda graph, *_: (graph(machine.beside), request_s))
         return gpu_rates._rates_of(Layers(machine), 1)  # type: ignore[arg-type]
 
 
-class Cpu:
-    """The CPU's experts, of which a call ends only with every third question."""
+def test_a_window_beside_the_bus_has_as_many_runs_as_it_would_take_without_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The bus's time is of a run, and requests go on for as long as the runs."""
+    runs, asked = [], []
 
-    def __init__(self) -> None:
-        self.questions = 0
+    class Event:
+        def __init__(self, has_time: bool) -> None:
+            self.place = 0
 
-    @property
-    def num_bytes(self) -> int:
-        self.questions += 1
-        return self.questions // 3 * 1000
+        def record(self) -> None:
+            self.place = len(runs)
+
+        def query(self) -> bool:
+            return len(asked) % 3 == 0
+
+        def synchronize(self) -> None:
+            pass
+
+        def milliseconds_since(self, begin: "Event") -> float:
+            return 2.0 * (self.place - begin.place)
+
+    class Window:
+        def window(self, number: int, is_over: Callable[[], bool]) -> float:
+            asked.append(number)
+            while not is_over():
+                asked.append(number)
+            return 1e-4
+
+    monkeypatch.setattr(gpu_rates.streams, "Event", Event)
+    run_s, request_s = gpu_rates.best_beside(Launched(runs), 1e-3, 10, Window(), 10)  # type: ignore[arg-type]
+    assert (run_s, request_s) == (pytest.approx(2e-3), 1e-4)
+    assert len(runs) % 20 == 0, "of 0.02 s, if the CPU were idle"
+    assert len(asked) % 3 == 0
+    assert set(asked) == {MOST}
 
 
-def test_the_cpu_alone_is_measured_until_it_has_computed_an_expert(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_rates.time, "sleep", lambda seconds: None)
-    assert gpu_rates.best_alone(Cpu()) > 0  # type: ignore[arg-type]
+class Launched:
+    """A graph that only counts its launches."""
 
+    def __init__(self, runs: list[int]) -> None:
+        self.runs = runs
 
-def test_a_window_lasts_until_the_cpu_has_computed_an_expert(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = []
-    monkeypatch.setattr(gpu_rates, "graph_seconds", lambda graph, num: runs.append(num) or num * 2e-3)
-    run_s, cpu_rate = gpu_rates.best_window(None, 1e-3, 10, Cpu())  # type: ignore[arg-type]
-    assert run_s == pytest.approx(2e-3), "of a run, whatever their number"
-    assert cpu_rate > 0
-    assert set(runs) == {30}, "of 0.03 s, if the CPU were idle"
+    def launch(self) -> None:
+        self.runs.append(1)

@@ -16,6 +16,7 @@ from coldstream.placement.cost import (
     miss_times_of,
     prefetch_gain,
     split_misses,
+    staged_per_s,
 )
 from coldstream.placement.forecast import NEXT_BYTES, Known, forecast
 from coldstream.placement.hardware import GpuHardware, Hardware
@@ -112,10 +113,9 @@ def test_several_rows_take_the_cpu_longer_where_it_is_bound_by_products() -> Non
     times = miss_times(Q4_BYTES, H200)
     assert list(times.cpu) == sorted(times.cpu)
     assert times.cpu[0] == times.cpu[7] < times.cpu[-1], "eight rows wait for memory, 64 do not"
-    assert times.bus == pytest.approx(1e9 * Q4_BYTES / (H200.shares.staged * H200.link_beside_read), rel=1e-3)
-    assert times.row_bus == pytest.approx(H200.shares.staged / 0.72 * times.bus, rel=1e-3), (
-        "copies are faster"
-    )
+    assert times.bus == pytest.approx(1e9 * Q4_BYTES / staged_per_s(H200), rel=1e-3)
+    row_bus = H200.shares.bus_beside * H200.link_beside_read
+    assert times.row_bus == pytest.approx(staged_per_s(H200) / row_bus * times.bus, rel=1e-3)
     slow = miss_times(Q4_BYTES, replace(H200, cpu_bytes_per_s=2 * 8.5e9))
     assert slow.cpu[1] == pytest.approx(1.4 * slow.cpu[0], rel=1e-3)
 

@@ -28,9 +28,9 @@ GPU = GpuHardware(
     tuple(number * 1e9 for number in range(1, 8)),
     measured_at="2026-01-02 03:04 UTC",
     conditions=Conditions(8, 0.5, 1.25, 0.02, 0.7),
-    steps=StepRates(2e-6, 5e11, 2e10, 1.5e10, 1.6e10, 3e10, 2.5e10, 2e-5, 1e14),
+    steps=StepRates(2e-6, 5e11, 2e10, 1.5e10, 1.6e10, 4e-6, 3e10, 2.5e10, 2e-5, 1e14),
 )
-UNSAID = StepRates(None, None, 2e10, 1.5e10, 1.6e10, 3e10, 2.5e10, 2e-5, 1e14)
+UNSAID = StepRates(None, None, 2e10, 1.5e10, 1.6e10, 4e-6, 3e10, 2.5e10, 2e-5, 1e14)
 BARE_GPU = GpuHardware("a GPU", "580.1", 2**35, 2**33)
 PRODUCTS = tuple((1e10 + place, 2e10, 3e10) for place, _ in enumerate(QuantType))
 BARE = Hardware("a CPU", ("avx2",), 8, 4, 2**36, 2**35)

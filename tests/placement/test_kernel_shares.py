@@ -1,8 +1,6 @@
 """Shares of rates that kernels reach: measured where steps were, estimated elsewhere, and what follows."""
 
-import json
 from dataclasses import asdict, fields, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_cost import H200, Q4_BYTES
 
-from bench.full_size_forecast import FULL_SIZES
+from bench.full_size_forecast import FULL_SIZES, hardware_of
+from bench.report.tables import load
 from coldstream.kernels.experts.step_rates import StepRates
 from coldstream.placement.cost import decode_seconds, miss_times, split_misses
 from coldstream.placement.hardware import GpuHardware, Hardware
-from coldstream.placement.kernel_shares import KernelShares
+from coldstream.placement.kernel_shares import PROMPT_OF_PRODUCT, QUEUED_OF_MEASURED, KernelShares
 from coldstream.placement.prompt_cost import prefill_seconds
 from coldstream.placement.rates import Rates
 
-ROOT = Path(__file__).parents[2]
-STEPS = StepRates(2e-6, 7e11, 2e10, 1.5e10, 1.6e10, 3e10, 2e10, 3e-5, 1e14)
+STEPS = StepRates(2e-6, 7e11, 2e10, 1.5e10, 1.6e10, 4e-6, 3e10, 2e10, 3e-5, 1e14)
 GPU = GpuHardware(
     *("a GPU", "580.1", 2**35, 2**34, 1e12, 2e14, 2.5e10, 2e10, 4e10, 7e-6), (3e10,) * 7, steps=STEPS
 )
@@ -81,7 +79,9 @@ def test_a_card_whose_launches_take_longer_is_slower(times: float) -> None:
 @given(st.sampled_from([each.name for each in fields(StepRates)]), st.floats(1.05, 5.0), st.floats(0.0, 1.0))
 def test_faster_kernels_make_nothing_slower(name: str, times: float, hit_rate: float) -> None:
     value = getattr(STEPS, name)
-    better = machine_with(**{name: value / times if name in ("launch_s", "queue_s") else value * times})
+    better = machine_with(
+        **{name: value / times if name.endswith("_s") and "_per_" not in name else value * times}
+    )
     assert decode(better, hit_rate) <= decode(MACHINE, hit_rate) * (1 + 1e-2)
     for ring in (None, 2**26):
         assert prompt(better, ring) <= prompt(MACHINE, ring) * (1 + 1e-9)
@@ -94,6 +94,7 @@ def test_faster_kernels_make_nothing_slower(name: str, times: float, hit_rate: f
         ("row_bytes_per_s", decode),
         ("row_bus_alone", lambda machine: split_misses(1, Q4_BYTES, _without_cpu(machine)).seconds),
         ("row_bus_beside", lambda machine: miss_times(Q4_BYTES, Rates.of(machine)).row_bus),
+        ("request_s", lambda machine: miss_times(Q4_BYTES, Rates.of(machine)).answer),
         ("staged_beside", lambda machine: miss_times(Q4_BYTES, Rates.of(machine)).bus),
         ("misses_alone", lambda machine: split_misses(8, Q4_BYTES, Rates.of(machine), streams=False).seconds),
         ("misses_beside", lambda machine: miss_times(Q4_BYTES, Rates.of(machine)).cpu[0]),
@@ -106,7 +107,7 @@ def test_faster_kernels_make_nothing_slower(name: str, times: float, hit_rate: f
 )
 def test_each_measured_figure_decides_over_a_forecast(name: str, seconds: object) -> None:
     assert callable(seconds)
-    worse = 2.0 if name in ("launch_s", "queue_s") else 0.5
+    worse = 2.0 if name in ("launch_s", "queue_s", "request_s") else 0.5
     assert seconds(machine_with(**{name: worse * getattr(STEPS, name)})) > 1.05 * seconds(MACHINE)
 
 
@@ -114,39 +115,29 @@ def _without_cpu(machine: Hardware) -> Rates:
     return replace(Rates.of(machine), expert_bytes_per_s=(1e6,) * 7)
 
 
-def test_an_h200_has_the_estimates() -> None:
-    """Its forecasts stay what they were fitted to. What the CPU does alone was measured in another way."""
-    result = json.loads((ROOT / "docs" / "results" / "gpu" / "step_rates.json").read_text())
-    prompt_s = next(
-        1e-6 * row["us"] for row in result["products"] if (row["what"], row["rows"]) == ("dense", 2048)
-    )
-    of_both = [
-        StepRates(
-            **steps, queue_s=result["thread"]["launch_s"], prompt_ops_per_s=2 * 2048 * 8192 * 2048 / prompt_s
-        )
-        for steps in result["steps"]
-    ]
-    rates = result["rates"]
-    gpu = GpuHardware(
-        *(
-            "an H200",
-            "0",
-            2**37,
-            2**37,
-            rates["copy"],
-            rates["products"],
-            rates["link"],
-            rates["link_beside"],
-        ),
-        rates["read_beside"],
-    )
-    found = [
-        KernelShares.of(replace(MACHINE, read_bytes_per_s=rates["read"], gpu=replace(gpu, steps=steps)))
-        for steps in of_both
-    ]
-    for name in set(NAMES) - {"misses"}:
-        mean = np.mean([getattr(each, name) for each in found])
-        assert mean == pytest.approx(getattr(KernelShares(), name), rel=0.03), name
+def test_what_is_measured_is_taken_as_it_is() -> None:
+    """But for a prompt: its dense product and a launch are measured, and no other part of it."""
+    result = load("gpu/hybrid_ahead")
+    machine = hardware_of(result)
+    assert machine.gpu is not None
+    assert machine.gpu.steps is not None
+    gpu, steps, found = machine.gpu, machine.gpu.steps, KernelShares.of(machine)
+    assert (found.launch_s, found.request_s) == (steps.launch_s, steps.request_s)
+    assert found.vram * gpu.copy_bytes_per_s == pytest.approx(steps.row_bytes_per_s)
+    assert found.bus * gpu.link_bytes_per_s == pytest.approx(steps.row_bus_alone)
+    assert found.staged * gpu.link_bytes_per_s == pytest.approx(steps.staged_beside)
+    assert found.misses * machine.read_bytes_per_s == pytest.approx(steps.misses_alone)
+    assert found.misses_beside * gpu.read_beside_link == pytest.approx(steps.misses_beside)
+    assert found.queue_s == QUEUED_OF_MEASURED * steps.queue_s
+    assert found.products * gpu.product_ops_per_s == pytest.approx(PROMPT_OF_PRODUCT * steps.prompt_ops_per_s)
+
+
+@given(st.floats(1e-6, 1e-4))
+def test_a_request_takes_its_fixed_part_for_each_layer_that_misses(seconds: float) -> None:
+    slow = machine_with(request_s=STEPS.request_s + seconds, row_bus_alone=1e6, row_bus_beside=1e6)
+    fast = machine_with(row_bus_alone=1e6, row_bus_beside=1e6)
+    more = decode(slow, 0.0) - decode(fast, 0.0)
+    assert more == pytest.approx(40 * seconds, rel=0.01)
 
 
 def test_steps_come_back_from_json() -> None:

@@ -197,7 +197,7 @@ class MeasuredGpu:
         self.handshakes = itertools.repeat(7e-6)
         self.expert_rates = tuple(rate * 1e9 for rate in range(8, 1, -1))
         self.product_rates = tuple((4e9, 5e9, 6e9) for _ in QuantType)
-        self.steps = StepRates(2e-6, 5e11, 2e10, 1.5e10, 1.6e10, 3e10, 2.5e10, 2e-5, 1e14)
+        self.steps = StepRates(2e-6, 5e11, 2e10, 1.5e10, 1.6e10, 4e-6, 3e10, 2.5e10, 2e-5, 1e14)
         self.num_measured = self.num_steps_measured = 0
         monkeypatch.setattr(machine, "measure_product_rates", lambda threads: self.product_rates)
         monkeypatch.setattr(machine, "read_windows", lambda threads, num_bytes: [*self.windows])
@@ -506,12 +506,12 @@ def test_steps_that_were_measured_under_load_are_measured_again_with_all_else(
 
 
 def test_the_better_steps_of_two_measurements_count() -> None:
-    one = StepRates(2e-6, 5e11, 2e10, 1.5e10, 1.6e10, 3e10, 2.5e10, 2e-5, 1e14)
-    other = StepRates(3e-6, 6e11, 1e10, 1.7e10, 1.5e10, 4e10, 1.5e10, 3e-5, 9e13)
+    one = StepRates(2e-6, 5e11, 2e10, 1.5e10, 1.6e10, 4e-6, 3e10, 2.5e10, 2e-5, 1e14)
+    other = StepRates(3e-6, 6e11, 1e10, 1.7e10, 1.5e10, 3e-6, 4e10, 1.5e10, 3e-5, 9e13)
     assert (
         one.better(other)
         == other.better(one)
-        == StepRates(2e-6, 6e11, 2e10, 1.5e10, 1.6e10, 4e10, 2.5e10, 2e-5, 1e14)
+        == StepRates(2e-6, 6e11, 2e10, 1.5e10, 1.6e10, 3e-6, 4e10, 2.5e10, 2e-5, 1e14)
     )
     unknown = replace(other, launch_s=None, row_bytes_per_s=None)
     better = unknown.better(one)

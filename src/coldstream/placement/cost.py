@@ -92,7 +92,7 @@ def miss_times(expert_bytes: int, rates: Rates, *, is_layer: bool = False) -> Mi
     """
     alone, beside = _misses_per_s(rates), _misses_per_s(rates, beside_link=True)
     bus_alone, bus_beside = _row_bus_per_s(rates), _row_bus_per_s(rates, beside_cpu=True)
-    staged = rates.shares.staged * rates.link_beside_read
+    staged = staged_per_s(rates)
     products = expert_seconds(expert_bytes, rates)
     if is_layer:
         bus_alone = bus_beside = staged = rates.link_bytes_per_s  # the CPU does not read at full speed
@@ -100,7 +100,7 @@ def miss_times(expert_bytes: int, rates: Rates, *, is_layer: bool = False) -> Mi
     return MissTimes(
         _nanoseconds(expert_bytes / staged),
         tuple(_nanoseconds(max(expert_bytes / beside, seconds)) for seconds in products),
-        round(1e9 * rates.handshake_s),
+        round(1e9 * rates.answer_s),
         _share(bus_beside, bus_alone),
         _share(beside, alone),
         _nanoseconds(expert_bytes / bus_beside),
@@ -202,8 +202,8 @@ def _layer_experts_seconds(size: int, hit_rate: float, chosen: int, rates: Rates
 def prefetch_gain(model: ModelSizes, rates: Rates, hit_rates: Sequence[float]) -> float:
     """Seconds per token that prefetching up to PREFETCHED experts of a layer saves; may be negative.
 
-    As many are copied as come in time (`MissTimes.by_fetches`), and of the others the bus reads none. Each of
-    them is right by itself, with the odds of GUESSED.
+    As many are copied as come in time (`MissTimes.by_fetches`), and of the others the bus reads none: the CPU
+    computes them, beside copies for later layers. Each guess is right by itself, with the odds of GUESSED.
     """
     if model.is_dense:
         return 0.0
@@ -220,9 +220,14 @@ def _layer_prefetch_gain(size: int, hit_rate: float, chosen: int, layer_s: float
     fetched = _fetches(chosen, size, rates, _nanoseconds(layer_s))
     gain = -GUESS_LAUNCHES * rates.shares.launch_s
     for misses, odd in enumerate(_binomial(chosen, 1.0 - hit_rate)):
+        copied = min(fetched[misses], PREFETCHED)
         after = sum(
-            odd_of_right * _experts_seconds(chosen - misses, misses - right, size, rates, streams=False)
-            for right, odd_of_right in enumerate(_binomial(min(fetched[misses], PREFETCHED), GUESSED))
+            odd_of_right
+            * max(
+                _resident_seconds(chosen - misses + right, size, rates),
+                _seconds_beside_copies(misses - right, copied, size, rates),
+            )
+            for right, odd_of_right in enumerate(_binomial(copied, GUESSED))
         )
         gain += odd * (_experts_seconds(chosen - misses, misses, size, rates) - after)
     return gain
@@ -367,7 +372,7 @@ def _cold_seconds(num_cpu: int, num_bus: int, expert_bytes: int, rates: Rates) -
     bus = num_bus * expert_bytes / _row_bus_per_s(rates)
     if not num_cpu:
         return bus
-    answer = rates.handshake_s
+    answer = rates.answer_s
     cpu_slowdown = _misses_per_s(rates) / _misses_per_s(rates, beside_link=True)
     bus_slowdown = _row_bus_per_s(rates) / _row_bus_per_s(rates, beside_cpu=True)
     bus = max(0.0, bus - answer)
@@ -396,11 +401,33 @@ def _row_bus_per_s(rates: Rates, *, beside_cpu: bool = False) -> float:
     return min(shares.bus_beside * rates.link_beside_read if beside_cpu else alone, rates.row_bus_bytes_per_s)
 
 
+def _seconds_beside_copies(num_cpu: int, num_copied: int, expert_bytes: int, rates: Rates) -> float:
+    """Seconds of the CPU for experts of a token, while others are copied to the GPU."""
+    if not num_cpu:
+        return 0.0
+    copies = num_copied * expert_bytes / staged_per_s(rates)
+    alone = _misses_per_s(rates)
+    slowdown = max(1.0, alone / _misses_per_s(rates, beside_link=True))
+    cpu = num_cpu * expert_bytes / alone
+    both = min(copies, cpu * slowdown)
+    return rates.answer_s + both + cpu - both / slowdown
+
+
+def _resident_seconds(num_resident: int, expert_bytes: int, rates: Rates) -> float:
+    """Seconds of a layer's experts in the GPU's memory."""
+    read = num_resident * expert_bytes / (rates.shares.vram * rates.vram_bytes_per_s)
+    return EXPERT_LAUNCHES * rates.shares.launch_s + read
+
+
+def staged_per_s(rates: Rates) -> float:
+    """Bytes a second of whole experts that come over the bus beside the CPU."""
+    return min(rates.shares.staged, 1.0) * rates.link_bytes_per_s
+
+
 def _experts_seconds(
     num_resident: int, num_misses: int, expert_bytes: int, rates: Rates, *, streams: bool = True
 ) -> float:
-    on_gpu = EXPERT_LAUNCHES * rates.shares.launch_s
-    on_gpu += num_resident * expert_bytes / (rates.shares.vram * rates.vram_bytes_per_s)
+    on_gpu = _resident_seconds(num_resident, expert_bytes, rates)
     return max(on_gpu, split_misses(num_misses, expert_bytes, rates, streams=streams).seconds)
 
 

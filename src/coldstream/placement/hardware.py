@@ -15,7 +15,7 @@ from coldstream.kernels.experts.step_rates import StepRates
 from coldstream.kernels.memory_readers import MemoryReaders
 from coldstream.placement.conditions import Conditions
 
-_BUFFER_BYTES = 2 * 2**30  # servers have caches of hundreds of megabytes
+_BUFFER_BYTES = 2**30  # servers have caches of hundreds of megabytes
 _FALLBACK_RAM_BYTES = 4 * 2**30
 
 

@@ -19,6 +19,7 @@ from coldstream.placement.cost import (
     CPU_SHARE,
     expert_seconds,
     rates_of_experts,
+    staged_per_s,
 )
 from coldstream.placement.gpu_types import GPU_TIMES
 from coldstream.placement.rates import Rates
@@ -215,7 +216,7 @@ def _step_seconds(
         on_bus = share * copied + lost / rates.link_bytes_per_s
         with_cpu = np.maximum(np.maximum(seconds + waits, on_bus), launching).min()
         return min(float(with_cpu), without_cpu)  # a run tries both ways
-    on_bus = (left / rates.shares.staged + lost) / rates.link_bytes_per_s
+    on_bus = left / staged_per_s(rates)
     return compute + float(np.maximum(seconds, on_bus).min())
 
 

@@ -107,6 +107,11 @@ class Rates:
         )
 
     @property
+    def answer_s(self) -> float:
+        """From a GPU's request for missing experts to the CPU's answer, beside their bytes."""
+        return self.handshake_s + self.shares.request_s
+
+    @property
     def row_bus_bytes_per_s(self) -> float:
         """The most that a GPU's kernels of one row read from RAM; no limit without types of weights."""
         return math.inf

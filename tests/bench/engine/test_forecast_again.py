@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench.engine import forecast_again, plan_forecast
-from bench.engine.forecast_again import Headers, again, conditions_of, rates_of
+from bench.engine.forecast_again import Headers, again, conditions_of, older_than, rates_of
 from bench.report.tables import load
 from coldstream.placement.rates import Rates
 from small_shape import SMALL
@@ -47,7 +47,9 @@ def test_a_run_is_forecast_from_its_result_as_it_was_on_its_machine(
     figures = before["mixes"]["IQ4_XS"]["rows"][0]["figures"]
     assert list(row["figures"]) == list(figures)
     for name, both in figures.items():
-        assert row["figures"][name] == pytest.approx(both)
+        found_again = dict(row["figures"][name])
+        assert found_again.pop("older_than") is None
+        assert found_again == pytest.approx(both)
     # The machine is the result's: with slower memory it is forecast as slower.
     slow = json.loads(run.read_text())
     rates = slow["mixes"]["IQ4_XS"]["rows"][0]["rates"]
@@ -79,6 +81,36 @@ def test_a_hit_rate_that_was_measured_has_a_figure_of_its_own(headers: Headers) 
         assert ("decode with its hits" in row["figures"]) == (0.0 < of["hit_rate"] < 1.0)
 
 
+def test_a_figure_is_of_an_older_program_where_what_it_measures_has_changed_since(
+    headers: Headers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (
+        older_than("decode", "2026-11-29") == older_than("decode with its hits", "2026-11-29") == "c4d1ba0c"
+    )
+    assert older_than("168", "2026-11-25") == "b1eaf293"
+    assert older_than("2048", "2026-11-29") == "def0c648"
+    now = [older_than(name, "2026-11-30") for name in ("decode", "168", "2048", "8192")]
+    assert now == [None] * 4
+    assert older_than("512", "2026-11-26") is older_than("8192", "2026-11-01") is None
+    names = ("decode", "512", "2048", "8192")
+    rows = [{"measured_share": share, "figures": {name: {} for name in names}} for share in (1.0, 0.5)]
+    monkeypatch.setattr(forecast_again, "_of_any", lambda result, headers: rows)
+    result = {"date": "2026-11-25", "machine": {"gpu": "a GPU"}}
+    resident, missing = again(result, headers)
+    assert {both["older_than"] for both in resident["figures"].values()} == {None}
+    assert {name for name, both in missing["figures"].items() if both["older_than"]} == {*names} - {"8192"}
+    again(result | {"machine": {}}, headers)
+    assert {both["older_than"] for both in missing["figures"].values()} == {None}, "the changes are a GPU's"
+
+
+def test_measured_steps_of_a_line_count_before_shares_that_were_made_of_them() -> None:
+    line = next(row for row in load("gpu/desktop")["rows"] if row.get("steps"))
+    found = rates_of(line).shares
+    assert found.estimated == ()
+    assert found.launch_s == line["steps"]["launch_s"]
+    assert found.staged == line["steps"]["staged_beside"] / line["rates"]["link_bytes_per_s"]
+
+
 def test_rates_that_this_version_does_not_know_are_left_out() -> None:
     (row, *_) = load("gpu/mixes")["mixes"]["Q4_K_M"]["rows"]
     found = rates_of({"rates": row["rates"] | {"phlogiston_per_s": 1.0}})
@@ -102,12 +134,13 @@ def test_lines_of_a_desktop_are_forecast_by_their_own_rates(headers: Headers) ->
         "forecast": {},
     }
     work = {"prompts": [512], "warm_tokens": 64, "timed_tokens": 32, "texts": 1}
-    result = {"machine": mixes["machine"], "work": work}
+    result = {"machine": mixes["machine"], "work": work, "date": "2026-11-29"}
     slower = row["rates"] | {"vram_bytes_per_s": row["rates"]["vram_bytes_per_s"] / 100}
     lines = [line | {"rates": rates} for rates in (row["rates"], slower)]
     fast, slow = again(result | {"rows": [*lines, {"side": "llama.cpp"}]}, headers)
     assert fast["figures"]["decode"]["measured_tok_s"] == 100.0
     assert list(fast["figures"]) == list(figures)
+    assert [both["older_than"] for both in fast["figures"].values()] == ["c4d1ba0c", None]
     assert slow["figures"]["decode"]["forecast_tok_s"] < fast["figures"]["decode"]["forecast_tok_s"] / 2
 
 

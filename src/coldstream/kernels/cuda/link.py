@@ -19,7 +19,7 @@ from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.runtime import allocations, copies, streams
 from coldstream.kernels.memory_readers import MemoryReaders
 
-BUFFER_BYTES = 256 * 2**20
+BUFFER_BYTES = 128 * 2**20
 PIECE_BYTES = 2 * 2**20  # about one expert of a 35B model
 BURST_S = 0.03  # of copies at a time, which the device times
 BURST_BESIDE_S = 0.05  # beside readers, which count by pieces

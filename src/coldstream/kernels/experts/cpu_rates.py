@@ -6,6 +6,7 @@ other cores, so that it is measured, with weights that lie in memory as a model'
 
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -13,12 +14,12 @@ import numpy as np
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
 from coldstream.kernels.best_runs import best_seconds
-from coldstream.kernels.experts.shapes import EXPERT_ROWS, MEASURED_TYPE
+from coldstream.kernels.experts.shapes import EXPERT_ROWS, MATRICES, MEASURED_TYPE
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 _HIDDEN, _FEED_FORWARD, _RANKS = 2048, 512, 8  # of Qwen3.5-35B-A3B
-_EXPERTS, _FEWEST_EXPERTS = 128, 16
+_EXPERTS, _FEWEST_EXPERTS = 384, 16  # two thirds of a gigabyte: servers' caches hold half of one
 _MOST_S: Final = 0.25  # of runs of experts with so many rows
 
 
@@ -36,11 +37,19 @@ def random_codes(quant_type: QuantType, num_bytes: int) -> "np.ndarray[tuple[int
     No scale is near the ends of float32. Some processors take a hundred times as long for a product that is
     not a normal number.
     """
-    data = np.resize(_pattern(), num_bytes)
-    if quant_type == QuantType.MXFP4:
-        exponents = data[:: quant_type.block_bytes]
-        exponents[:] = exponents & 0x07 | 0x70
+    data = np.empty(num_bytes, np.uint8)
+    write_random_codes(quant_type, data)
     return data
+
+
+def write_random_codes(quant_type: QuantType, out: "np.ndarray[Any, np.dtype[np.uint8]]") -> None:
+    """`random_codes` in a given array of bytes."""
+    pattern, whole = _pattern(), len(out) // len(_pattern()) * len(_pattern())
+    out[:whole].reshape(-1, len(pattern))[:] = pattern
+    out[whole:] = pattern[: len(out) - whole]
+    if quant_type == QuantType.MXFP4:
+        exponents = out[:: quant_type.block_bytes]
+        exponents[:] = exponents & 0x07 | 0x70
 
 
 @cache
@@ -48,6 +57,31 @@ def _pattern() -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
     pattern = np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8)
     pattern[1::2] = pattern[1::2] & 0x1F | 0x10  # the high bytes of float16 scales
     return pattern
+
+
+def random_experts(
+    num_threads: int, num_experts: int, hidden: int, feed_forward: int
+) -> tuple["_csrc.Weight", "_csrc.Weight", "_csrc.Weight"]:
+    """Gate, up and down of so many experts of MEASURED_TYPE, written by so many threads."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    size = num_experts * MEASURED_TYPE.row_bytes(hidden) * feed_forward
+    codes = np.empty(MATRICES * size, np.uint8)
+    _pattern()  # of which the threads make copies
+    blocks = len(codes) // MEASURED_TYPE.block_bytes
+    bounds = [MEASURED_TYPE.block_bytes * (blocks * part // num_threads) for part in range(num_threads + 1)]
+    with ThreadPoolExecutor(num_threads) as pool:
+        parts = (codes[begin:end] for begin, end in pairwise(bounds))
+        list(pool.map(partial(write_random_codes, MEASURED_TYPE), parts))
+    gate, up, down = (
+        _csrc.Weight.from_array(
+            codes[number * size : (number + 1) * size], int(MEASURED_TYPE), rows, cols, num_experts
+        )
+        for number, (rows, cols) in enumerate(
+            ((feed_forward, hidden), (feed_forward, hidden), (hidden, feed_forward))
+        )
+    )
+    return gate, up, down
 
 
 def experts_of_rows(num_experts: int, rows: int) -> Ids:
@@ -75,10 +109,9 @@ def measure_expert_rates(num_threads: int, num_bytes: int) -> tuple[float, ...]:
     num_bytes: memory that may be taken for weights. Longer, with fewer experts, where each has more rows.
     """
     runtime = _csrc.Runtime(num_threads)
-    expert_bytes = 3 * MEASURED_TYPE.row_bytes(_HIDDEN) * _FEED_FORWARD
+    expert_bytes = MATRICES * MEASURED_TYPE.row_bytes(_HIDDEN) * _FEED_FORWARD
     most = max(_FEWEST_EXPERTS, min(_EXPERTS, num_bytes // expert_bytes // _RANKS * _RANKS))
-    gate, up = (random_weight(MEASURED_TYPE, _FEED_FORWARD, _HIDDEN, most) for _ in range(2))
-    down = random_weight(MEASURED_TYPE, _HIDDEN, _FEED_FORWARD, most)
+    gate, up, down = random_experts(num_threads, most, _HIDDEN, _FEED_FORWARD)
     rates = []
     for rows in EXPERT_ROWS:
         num_experts = max(_FEWEST_EXPERTS, most // max(1, rows // _RANKS))

@@ -5,17 +5,14 @@ measured with launches of a step, in a captured graph: a layer's experts, and th
 of which waits for the one before. A prompt's dense product is measured beside them.
 """
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any, Final
 
 import numpy as np
 
-from coldstream.kernels import _csrc
 from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.contents import CudaArray, clear, write
 from coldstream.kernels.cuda.device import device_errors
@@ -27,8 +24,9 @@ from coldstream.kernels.cuda.skinny_shapes import instance_for
 from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts import cuda as experts_gemv
 from coldstream.kernels.experts import stage
-from coldstream.kernels.experts.cpu_rates import experts_run, random_codes
+from coldstream.kernels.experts.cpu_rates import random_experts, write_random_codes
 from coldstream.kernels.experts.partition import ExpertPlaces, Staging
+from coldstream.kernels.experts.request_rates import ExpertRequests
 from coldstream.kernels.experts.shapes import MATRICES, MEASURED_TYPE
 from coldstream.kernels.experts.step_rates import StepRates
 from coldstream.kernels.experts.table import ExpertTable
@@ -51,10 +49,11 @@ _OF_ONE_ROW: Final = (
 _WORKSPACE_BYTES: Final = 4 << 20
 _SMALL_BYTES: Final = 8 << 20  # of persistent memory, for all that is no expert
 _WARM_S: Final = 0.02  # of work before a measurement: an idle GPU runs at a fraction of its clock
-_WINDOW_S: Final = 0.03  # in which the bus and the CPU are measured together
+_WINDOW_S: Final = 0.02  # in which the bus and the CPU are measured together
 _NUM_RUNS: Final = 5
 _NUM_WINDOWS: Final = 3
 _QUEUED_LAYERS: Final = 8  # few enough that no queue is full
+_LAYERS_OF_PAUSE: Final = 3  # measured layers that take as long as what is between two requests
 _POLL_S: Final = 2e-4
 _EPS: Final = 1e-6
 
@@ -65,8 +64,9 @@ class LayerShape:
 
     hidden: int = 2048
     feed_forward: int = 512
-    num_experts: int = 128  # in each memory, at most: more bytes than caches hold
+    num_experts: int = 96  # in each memory, at most: more bytes than caches hold
     fewest_experts: int = 16
+    cpu_experts: int = 384  # that the CPU computes, at most
     num_layers: int = 32  # of a graph
     bus_layers: int = 16  # of a graph that reads over the bus, which takes ten times as long
     prompt_rows: int = 2048
@@ -104,56 +104,60 @@ def _rates_of(layers: "MeasuredLayers", num_threads: int) -> StepRates:
     size, bus_bytes = layers.shape.expert_bytes, layers.shape.bus_layers * MISSING * layers.shape.expert_bytes
     least, most = (layers.graph(layers.resident, number, layers.shape.num_layers) for number in (LEAST, MOST))
     warm(least)
-    launch_s, row_bytes_per_s = _launch_and_rate(
-        best_graph_seconds(least) / layers.shape.num_layers,
-        best_graph_seconds(most) / layers.shape.num_layers,
-        size,
-    )
+    least_s, most_s = (best_graph_seconds(graph) / layers.shape.num_layers for graph in (least, most))
+    launch_s, row_bytes_per_s = _fixed_and_rate(least_s, most_s, size, LAUNCHES)
     over_bus = layers.graph(layers.mapped, MISSING, layers.shape.bus_layers)
     staged = layers.staging_graph(MISSING, layers.shape.bus_layers)
     alone_s, staged_s = best_graph_seconds(over_bus), best_graph_seconds(staged)
     norms_s = layers.shape.bus_layers * (launch_s or 0.0)
     queue_s, prompt_ops_per_s = layers.queue_seconds(), layers.prompt_ops_per_s()
-    run, missing_bytes = layers.cpu_run(num_threads, MISSING)
-    with CpuExperts.running(run, missing_bytes) as cpu:
-        misses_alone = best_alone(cpu)
-        beside_s, misses_beside = best_window(over_bus, alone_s, bus_bytes, cpu)
-        staged_beside_s, _ = best_window(staged, staged_s, bus_bytes, cpu)
+    with layers.requests(num_threads, most_s) as requests:
+        least_asked_s, most_asked_s = (requests.best_seconds(number) for number in (LEAST, MOST))
+        beside_s, _ = best_beside(over_bus, alone_s, bus_bytes, requests, size)
+        staged_beside_s, most_asked_beside_s = best_beside(staged, staged_s, bus_bytes, requests, size)
+    request_s, misses_alone = _fixed_and_rate(least_asked_s, most_asked_s, size, 1)
+    if request_s is None or misses_alone is None:
+        request_s, misses_alone = 0.0, MOST * size / most_asked_s
     return StepRates(
         launch_s,
         row_bytes_per_s,
         bus_bytes / (alone_s - norms_s),
         bus_bytes / (beside_s - norms_s),
         bus_bytes / staged_beside_s,
+        request_s,
         misses_alone,
-        misses_beside,
+        MOST * size / (max(most_asked_s, most_asked_beside_s) - request_s),
         queue_s,
         prompt_ops_per_s,
     )
 
 
-def _launch_and_rate(least_s: float, most_s: float, expert_bytes: int) -> tuple[float | None, float | None]:
-    """What a launch takes, and bytes a second, by a layer's seconds with LEAST experts and with MOST."""
+def _fixed_and_rate(
+    least_s: float, most_s: float, expert_bytes: int, parts: int
+) -> tuple[float | None, float | None]:
+    """What each of a number of parts takes beside bytes, and bytes a second, by the seconds with LEAST
+    experts and with MOST; None if times do not say it.
+    """
     expert_s = (most_s - least_s) / (MOST - LEAST)
-    launch_s = (least_s - LEAST * expert_s) / LAUNCHES
-    if expert_s <= 0 or launch_s <= 0:
+    fixed_s = (least_s - LEAST * expert_s) / parts
+    if expert_s <= 0 or fixed_s <= 0:
         return None, None
-    return launch_s, expert_bytes / expert_s
+    return fixed_s, expert_bytes / expert_s
 
 
 class MeasuredLayers:
     """Layers of random experts in the GPU's memory (`resident`) and in page-locked RAM (`mapped`).
 
-    The CPU computes others. codes: of all experts, for each of their matrices. places: where experts are
-    staged. last_total: what the last layers of `step` have added up to. Raises DeviceError, OutOfMemoryError.
+    The CPU computes others. codes: of all experts, alike for each of their matrices. places: where experts
+    are staged. last_total: what the last layers of `step` have added up to. Raises DeviceError,
+    OutOfMemoryError.
     """
 
     def __init__(self, num_bytes: int, shape: LayerShape) -> None:
-        self.shape = shape
+        self.shape, self._num_bytes = shape, num_bytes
         room = min(num_bytes, calls.free_memory()[0] // 4) // shape.expert_bytes
         self.num_experts = max(shape.fewest_experts, min(shape.num_experts, room))
         stack_bytes = self.num_experts * shape.matrix_bytes
-        self.codes = random_codes(MEASURED_TYPE, stack_bytes)
         self._ram = [allocations.page_locked((stack_bytes,), "uint8") for _ in range(MATRICES)]
         places_bytes = MOST * MATRICES * aligned(shape.matrix_bytes)
         persistent_bytes = MATRICES * aligned(stack_bytes) + places_bytes + _SMALL_BYTES
@@ -161,7 +165,7 @@ class MeasuredLayers:
         self._ops = CudaOps(self._memory, max_positions=1, max_rows=shape.prompt_rows)
         on_device = [self._memory.persistent((stack_bytes,), "uint8") for _ in range(MATRICES)]
         for ram, part in zip(self._ram, on_device, strict=True):
-            ram[:] = self.codes
+            write_random_codes(MEASURED_TYPE, ram)
             write(part, ram)
         self.resident, self._dense = self._stacks(on_device), _dense_weight(shape, on_device[0])
         self.mapped = self._stacks([CudaArray(ram.ctypes.data, ram.shape, "uint8", ram) for ram in self._ram])
@@ -175,6 +179,10 @@ class MeasuredLayers:
         self.last_total = self._total
         for part in (self._x.values, *vars(self._x.quantised).values()):
             clear(part)
+
+    @property
+    def codes(self) -> Array:
+        return self._ram[0]
 
     def close(self) -> None:
         """Frees the device's memory. No graph may be launched afterwards."""
@@ -243,20 +251,17 @@ class MeasuredLayers:
 
         return self._captured(step)
 
-    def cpu_run(self, num_threads: int, number: int) -> tuple[Callable[[], None], int]:
-        """A function that has the CPU compute so many experts, each time others, and their bytes."""
-        runtime = _csrc.Runtime(num_threads)
-        ffn, hidden = self.shape.feed_forward, self.shape.hidden
-        gate, up, down = (
-            _csrc.Weight.from_array(self.codes.copy(), int(MEASURED_TYPE), rows, cols, self.num_experts)
-            for rows, cols in ((ffn, hidden), (ffn, hidden), (hidden, ffn))
-        )
-        runs = [
-            experts_run(runtime, self._choice(turn, number)[None], (gate, up, down))
-            for turn in range(-(-self.num_experts // number))
-        ]
-        turn = count()
-        return lambda: runs[next(turn) % len(runs)](), number * self.shape.expert_bytes
+    def requests(self, num_threads: int, layer_s: float) -> AbstractContextManager[ExpertRequests]:
+        """A client that asks the CPU for experts, as a model's layers do. These are more than caches hold.
+
+        num_threads: of the machine; the client takes one, as the thread that waits for the GPU does. layer_s:
+        of a layer of `graph`. A model's has three times its launches.
+        """
+        shape = self.shape
+        most = min(shape.cpu_experts, self._num_bytes // shape.expert_bytes)
+        num_experts = max(shape.fewest_experts, most)
+        weights = random_experts(num_threads, num_experts, shape.hidden, shape.feed_forward)
+        return ExpertRequests.running(max(1, num_threads - 1), weights, MOST, _LAYERS_OF_PAUSE * layer_s)
 
     def _choice(self, turn: int, number: int) -> Array:
         return ((turn * number + np.arange(number)) % self.num_experts).astype(np.int32)
@@ -292,32 +297,6 @@ def _planned_prompt(shape: LayerShape, *, notes_kernels: bool = False) -> tuple[
     return max(memory.workspace_bytes, _WORKSPACE_BYTES), noted
 
 
-class CpuExperts:
-    """A thread that runs experts on the CPU until the context ends."""
-
-    def __init__(self, run: Callable[[], None], num_bytes: int) -> None:
-        """num_bytes: of a run."""
-        self._run, self._run_bytes, self._is_over = run, num_bytes, False
-        self.num_bytes = 0  # computed so far
-
-    @classmethod
-    @contextmanager
-    def running(cls, run: Callable[[], None], num_bytes: int) -> "Iterator[CpuExperts]":
-        experts = cls(run, num_bytes)
-        thread = threading.Thread(target=experts._compute)
-        thread.start()
-        try:
-            yield experts
-        finally:
-            experts._is_over = True
-            thread.join()
-
-    def _compute(self) -> None:
-        while not self._is_over:
-            self._run()
-            self.num_bytes += self._run_bytes
-
-
 def warm(graph: Graph) -> None:
     """Runs it until the device has its clock."""
     until = time.perf_counter() + _WARM_S
@@ -343,30 +322,24 @@ def graph_seconds(graph: Graph, num_runs: int = 1) -> float:
     return end.milliseconds_since(begin) / 1e3
 
 
-def best_alone(cpu: CpuExperts) -> float:
-    """The CPU's bytes a second, in the best of several windows, when its cores have their clock."""
-    rates = []
-    for _ in range(_NUM_WINDOWS):
-        before, start = cpu.num_bytes, time.perf_counter()
-        time.sleep(_WINDOW_S)
-        while cpu.num_bytes == before:
-            time.sleep(_POLL_S)
-        rates.append((cpu.num_bytes - before) / (time.perf_counter() - start))
-    return max(rates)
-
-
-def best_window(graph: Graph, alone_s: float, run_bytes: int, cpu: CpuExperts) -> tuple[float, float]:
-    """Seconds of a run of the graph, and the CPU's bytes a second meanwhile: of the window with most bytes.
+def best_beside(
+    graph: Graph, alone_s: float, run_bytes: int, requests: ExpertRequests, expert_bytes: int
+) -> tuple[float, float]:
+    """Seconds of a run of the graph, and of a request for MOST experts meanwhile: of the window with most
+    bytes.
 
     alone_s, run_bytes: of a run of the graph without the CPU.
     """
     num_runs = max(1, round(_WINDOW_S / alone_s))
     found = []
     for _ in range(_NUM_WINDOWS):
-        before, start, runs, on_device = cpu.num_bytes, time.perf_counter(), 0, 0.0
-        while not runs or cpu.num_bytes == before:
-            on_device += graph_seconds(graph, num_runs)
-            runs += num_runs
-        run_s, cpu_rate = on_device / runs, (cpu.num_bytes - before) / (time.perf_counter() - start)
-        found.append((run_bytes / run_s + cpu_rate, run_s, cpu_rate))
+        begin, end = (streams.Event(has_time=True) for _ in range(2))
+        begin.record()
+        for _ in range(num_runs):
+            graph.launch()
+        end.record()
+        request_s = requests.window(MOST, end.query)
+        end.synchronize()
+        run_s = end.milliseconds_since(begin) / 1e3 / num_runs
+        found.append((run_bytes / run_s + MOST * expert_bytes / request_s, run_s, request_s))
     return max(found)[1:]

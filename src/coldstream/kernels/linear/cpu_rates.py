@@ -13,7 +13,7 @@ import numpy as np
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
 from coldstream.kernels.best_runs import best_seconds
-from coldstream.kernels.experts.cpu_rates import random_weight
+from coldstream.kernels.experts.cpu_rates import write_random_codes
 
 Array = np.ndarray[Any, Any]
 
@@ -21,7 +21,7 @@ PRODUCT_ROWS: Final = (1, 8, 64)  # of activations: decoding, a draft or several
 
 _COLS: Final = 2048
 _ROWS_OF_A_CORE: Final = 256
-_LEAST_S, _MOST_S = 2e-3, 2e-2  # of runs with one type and number of rows
+_LEAST_S, _MOST_S = 1e-3, 2e-2  # of runs with one type and number of rows
 
 
 def measure_product_rates(num_threads: int) -> tuple[tuple[float, ...], ...]:
@@ -32,14 +32,18 @@ def measure_product_rates(num_threads: int) -> tuple[tuple[float, ...], ...]:
     runtime = _csrc.Runtime(num_threads)
     generator = np.random.default_rng(1)
     inputs = [generator.standard_normal((rows, _COLS), dtype=np.float32) for rows in PRODUCT_ROWS]
-    return tuple(_rates_of(runtime, quant_type, num_threads, inputs) for quant_type in QuantType)
+    num_weights = _ROWS_OF_A_CORE * num_threads
+    codes = np.empty(num_weights * max(each.row_bytes(_COLS) for each in QuantType), np.uint8)
+    return tuple(_rates_of(runtime, each, num_weights, inputs, codes) for each in QuantType)
 
 
 def _rates_of(
-    runtime: "_csrc.Runtime", quant_type: QuantType, num_threads: int, inputs: Sequence[Array]
+    runtime: "_csrc.Runtime", quant_type: QuantType, num_weights: int, inputs: Sequence[Array], codes: Array
 ) -> tuple[float, ...]:
-    num_weights = _ROWS_OF_A_CORE * num_threads
-    weight = random_weight(quant_type, num_weights, _COLS)
+    """codes: bytes for weights of any type, one behind the other."""
+    codes = codes[: num_weights * quant_type.row_bytes(_COLS)]
+    write_random_codes(quant_type, codes)
+    weight = _csrc.Weight.from_array(codes, int(quant_type), num_weights, _COLS)
     rates = []
     for x in inputs:
         rows = len(x)
