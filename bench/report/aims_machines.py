@@ -78,7 +78,8 @@ def _forecasts() -> Iterator[Aim]:
         for result in load("forecasts")["forecasts"]
         for row in result["rows"]
         for figure in row["figures"].values()
+        if not figure["older_than"]
     ]
     near = sum(abs(ratio - 1) <= 0.15 for ratio in ratios)
-    what = f"forecasts within 15 % of a stored run, of {len(ratios)}"
+    what = f"forecasts within 15 % of a run of the present program, of {len(ratios)}"
     yield Aim(what, len(ratios), near, "forecasts.json", why=FORECASTS)
