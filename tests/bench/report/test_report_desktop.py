@@ -53,7 +53,9 @@ def test_a_line_stands_beside_that_of_the_same_setting(
 
 
 def test_figures_are_counted_that_are_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"figures": {str(n): {"ratio": ratio} for n, ratio in enumerate((0.84, 0.86, 1.0, 1.14, 1.16))}}]
+    ratios = enumerate((0.84, 0.86, 1.0, 1.14, 1.16))
+    rows = [{"figures": {str(n): {"ratio": ratio, "older_than": None} for n, ratio in ratios}}]
+    rows[0]["figures"]["older"] = {"ratio": 2.0, "older_than": "facade00"}
     found = {
         "result": "run.json",
         "measured": {"commit": "decade00-changed", "machine": {"cpu": "a CPU", "cores": 2}},
@@ -64,7 +66,8 @@ def test_figures_are_counted_that_are_close(monkeypatch: pytest.MonkeyPatch) -> 
     result = {"commit": "c0ffee", "forecasts": [found, found | {"has_steps": True, "rows": [rows[0]] * 2}]}
     monkeypatch.setattr(report, "load", lambda name: result)
     text = report.forecasts()
-    assert [row[-2:] for row in cells(text)] == [["3 of 5", "0.84–1.16"], ["6 of 10", "0.84–1.16"]]
+    assert [row[-4:-2] for row in cells(text)] == [["3 of 5", "0.84–1.16"], ["6 of 10", "0.84–1.16"]]
+    assert [row[-2:] for row in cells(text)] == [["0 of 1", "2.00–2.00"], ["0 of 2", "2.00–2.00"]]
     assert [row[4] for row in cells(text)] == ["estimated", "measured"]
     assert cells(text)[0][1:4] == ["decade00", "a CPU, 2 cores", "13"]
-    assert "9 of 15 figures" in text
+    assert "9 of 15 figures, and 0 of 3 of older programs" in text
