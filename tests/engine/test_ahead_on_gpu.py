@@ -17,10 +17,12 @@ from bench.runners import open_model_file, partial_plan
 from coldstream.assets import demo_model_path
 from coldstream.engine import LLM, Piece, SamplingParams, engine
 from coldstream.engine.model_steps import LaunchedStep, launch_ahead
+from coldstream.experts.miss_shares import STEPS_OF_AN_UPDATE, MissShares, Seen
 from coldstream.experts.partial_experts import PartialExperts
 from coldstream.experts.prefetch import Prefetching
 from coldstream.models.cuda.runner import CudaRunner
 from coldstream.models.runner import ModelRunner
+from coldstream.placement.controls import Controls, Moves
 from hash_runner import opened_with
 from host_device import HostDevice
 from host_gpu import gpu_on
@@ -144,6 +146,26 @@ def test_a_runner_says_which_steps_have_ended(
         reported.clear()
         gpu.generate([[3, 1]], replace(params, ignore_eos=False, stop_token_ids=answer.token_ids[:1]))
         assert reported == [(2, 1), "left out", (1, 0)], "with the step that was left"
+
+
+def test_shares_learn_while_a_step_runs_and_none_is_to_be_launched(
+    path: Path, compiled_for_the_host: HostDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a launch, so that the GPU has two steps, or at the end of an answer, when it has none."""
+    learnt: list[int] = []
+    learn = MissShares.learn
+
+    def noting(self: MissShares, seen: Seen) -> bool:
+        learnt.append(len(partial._in_flight))
+        return learn(self, seen)
+
+    monkeypatch.setattr(MissShares, "learn", noting)
+    with gpu_on(compiled_for_the_host), on_partial_gpu(path) as gpu:
+        partial = gpu.opened.runner._partial
+        gpu.opened.runner.control(Controls(Moves.ALWAYS, Moves.ALWAYS))
+        gpu.generate([[3, 1]], replace(GREEDY, max_tokens=4 * STEPS_OF_AN_UPDATE))
+    assert len(learnt) >= 3
+    assert set(learnt) <= {0, 2}
 
 
 @pytest.mark.sharded(of="models on a GPU")

@@ -2,12 +2,12 @@
 
 A plan's times are where a run begins. Every few steps of one row, what the CPU and the GPU have stamped says
 how long an expert really took each of them, and the tables that routers read are written anew. Prompts say
-what the CPU takes for experts of several rows. The number of
-the CPU's threads follows the same stamps. How many guessed experts are copied ahead follows what part of the
-guesses was right. Any division and number gives the same bits. Pure; `StampedShares` does the same on a
-device.
+what the CPU takes for experts of several rows. The number of the CPU's threads follows the same stamps. How
+many guessed experts are copied ahead follows what part of the guesses was right. Any division and number
+gives the same bits. Pure; `StampedShares` does the same on a device.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
@@ -239,7 +239,8 @@ class StampedShares:
     it, see `ExpertServer`.
 
     num_layers: that may miss an expert. guesses: counts those at missing experts, if there are any.
-    `starting`, `launched` and `ended` are called for each step whose experts the device shares out.
+    `starting`, `launched` and `ended` are called for each step whose experts the device shares out, and
+    `learn` behind the next launch.
     """
 
     def __init__(
@@ -257,6 +258,7 @@ class StampedShares:
         self._num_launches = 0
         self._stamps = ReadBack(decode.stamps)
         self._tables = (StagedRing(decode.times), StagedRing(decode.tried_times))
+        self._seen: deque[tuple[Seen, bool]] = deque()  # and whether it is the first
         self._num_steps: int | None = None  # of one row, since the last copy of stamps; None: there is none
 
     def starting(self, rows: int, *, is_alone: bool) -> None:
@@ -283,7 +285,7 @@ class StampedShares:
         return StampsOfAStep(self._stamps.copy(), is_first)
 
     def ended(self, step: StampsOfAStep | PromptStep) -> None:
-        """The step has ended, and the copy of its stamps with it."""
+        """The step has ended, and the copy of its stamps with it. `learn` takes in what was seen."""
         if isinstance(step, PromptStep):
             if step.number == self._num_launches:  # no other one since
                 work, experts = self._done()
@@ -294,10 +296,19 @@ class StampedShares:
         work = np.array(self._work(), np.float64).T
         guesses = self._guesses.missing if self._guesses else (0, 0)
         seen = Seen(work, sums.copy(), bus_pairs.copy(), guesses)
-        if step.is_first:
-            self._shares.begin(seen)
-        elif self._shares.learn(seen):
-            self._write()
+        self._seen.append((seen, step.is_first))
+
+    def learn(self) -> None:
+        """Takes in the steps that have ended, and queues the tables if times have moved.
+
+        That takes the host a part of the time of a short step. So call it right behind a launch.
+        """
+        while self._seen:
+            seen, is_first = self._seen.popleft()
+            if is_first:
+                self._shares.begin(seen)
+            elif self._shares.learn(seen):
+                self._write()
 
     @property
     def observed(self) -> Observed:

@@ -362,6 +362,12 @@ class PartialExperts:
         self._is_due = True
         if len(self._in_flight) == 1:
             self._prepare()
+        self._learn()
+
+    def _learn(self) -> None:
+        """Moves shares by the steps that have ended."""
+        if self._shares is not None:
+            self._shares.learn()
 
     def left_out(self) -> None:
         """Notes that the last step had no row of a sequence: nothing is learnt from it."""
@@ -406,6 +412,7 @@ class PartialExperts:
         if self._stream is not None and self._has_streamed:
             self._stream.end_step()
         if not self._in_flight:
+            self._learn()
             self.host.server.end()
         try:
             self.host.server.check()
