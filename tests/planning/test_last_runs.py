@@ -11,10 +11,13 @@ pytest.importorskip("cuda.bindings")
 from builders import Dims, write_gguf
 from coldstream.engine import LLM, EngineConfig, SamplingParams, open_model
 from coldstream.engine.opened_model import OpenedModel
+from coldstream.placement.cost import unstamped_seconds
+from coldstream.placement.forecast import forecast
 from coldstream.placement.lock_file import last_refusal, lock_path
-from coldstream.placement.run_file import LastRun, Observed, last_runs, runs_path
+from coldstream.placement.run_file import LastRun, Observed, decode_of, last_runs, runs_path
 from coldstream.planning import last_runs as module
-from coldstream.planning.last_runs import LEAST_STEPS, decode_of_runs, keep_lock, keep_observed
+from coldstream.planning.last_runs import LEAST_STEPS, keep_lock, keep_observed
+from coldstream.planning.planned import Planned
 from host_device import HostDevice
 from host_gpu import MACHINE, opened_on
 
@@ -68,6 +71,14 @@ def test_a_run_that_says_nothing_is_not_kept(opened: OpenedModel) -> None:
     assert kept(opened) == ()
     keep_observed(planned, OBSERVED, (1, 3))
     assert [(run.hit_rate, run.cpu_factor) for run in kept(opened)] == [(0.25, 2.0)]
+
+
+def decode_of_runs(planned: Planned, path: Path) -> tuple[float, int] | None:
+    """As `coldstream plan` asks for it."""
+    _, runs = last_runs(planned.hardware, planned.plan.model.fingerprint, path)
+    expected_s = 1 / forecast(planned.plan, planned.known, pool=planned.run.pool).decode
+    unstamped_s = unstamped_seconds(planned.known.model, planned.known.rates)
+    return decode_of(runs, planned.plan.budget_bytes, expected_s, unstamped_s)
 
 
 def test_decoding_as_the_last_runs_went_is_of_the_same_plan(opened: OpenedModel, tmp_path: Path) -> None:

@@ -27,13 +27,13 @@ from coldstream.experts.cpu_share import layers_of_cpu
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.placement.control import CONTRADICTED
 from coldstream.placement.controls import Controls, Moves
-from coldstream.placement.cost import GUESSED
+from coldstream.placement.cost import GUESSED, unstamped_seconds
 from coldstream.placement.forecast import Forecast, forecast, rates_used, shares_used
 from coldstream.placement.hardware_file import CPU_RATES, age_days, entries_of
 from coldstream.placement.plan import PlacementPlan, PlanOptions
 from coldstream.placement.plan_file import plan_to_json, save_plan
 from coldstream.placement.pool_plan import PoolPlan
-from coldstream.placement.run_file import described, last_runs, runs_path
+from coldstream.placement.run_file import LastRun, decode_of, described, last_runs, runs_path
 from coldstream.placement.run_plan import RunPlan
 
 if TYPE_CHECKING:
@@ -164,7 +164,8 @@ def command(
         note(f"a use of an expert counts for {_described(plan.layer_weights)}")
     if not plan.is_all_resident and not known.model.is_dense:
         note(f"hit rates: {known.curve.source}")
-    for about in (*_described_runs(planned), *_described_rates(planned), *_described_estimates(planned)):
+    runs = _described_runs(planned, expected)
+    for about in (*runs, *_described_rates(planned), *_described_estimates(planned)):
         note(about)
 
 
@@ -199,7 +200,7 @@ def _described_estimates(planned: "Planned") -> Iterator[str]:
         yield f"not measured on this machine but estimated by others: {estimated}"
 
 
-def _described_runs(planned: "Planned") -> Iterator[str]:
+def _described_runs(planned: "Planned", expected: Forecast) -> Iterator[str]:
     """What the last runs took with this file on this machine, beside what was expected."""
     path = runs_path()
     state, runs = last_runs(planned.hardware, planned.plan.model.fingerprint, path)
@@ -207,12 +208,18 @@ def _described_runs(planned: "Planned") -> Iterator[str]:
         yield f"warning: the kept runs in {path} are damaged, and left out until the next run replaces them"
     elif state == "unreadable":
         yield f"warning: the kept runs in {path} are unreadable, and left out: remove it"
-    from coldstream.planning.last_runs import decode_of_runs
-
-    if found := decode_of_runs(planned, path):
+    if found := _decode_of(runs, planned, expected):
         which = "run" if found[1] == 1 else f"{found[1]} runs"
         yield f"decoding as the last {which} with this plan went: {found[0]:.1f} tok/s"
     yield from map(described, runs)
+
+
+def _decode_of(runs: Sequence[LastRun], planned: "Planned", expected: Forecast) -> tuple[float, int] | None:
+    """See `decode_of`; None with a trace of routing, of which no run is kept."""
+    if planned.trace is not None:
+        return None
+    unstamped_s = unstamped_seconds(planned.known.model, planned.known.rates)
+    return decode_of(runs, planned.plan.budget_bytes, 1 / expected.decode, unstamped_s)
 
 
 def _document(
@@ -227,9 +234,7 @@ def _document(
     """
     longer = planned.longer_steps
     _, runs = last_runs(planned.hardware, planned.plan.model.fingerprint, runs_path())
-    from coldstream.planning.last_runs import decode_of_runs
-
-    seen = decode_of_runs(planned)
+    seen = _decode_of(runs, planned, expected)
     return {
         "plan": json.loads(plan_to_json(planned.run)),
         "draft_reason": planned.draft_reason,

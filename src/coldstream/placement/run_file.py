@@ -4,6 +4,8 @@ For people who ask whether a forecast holds here, and for what `plan` says of de
 placed by it. What is damaged, or of another version, is left out and written anew by the next run.
 """
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, Self
@@ -15,6 +17,7 @@ from coldstream.placement.kept_json import read_json, store_json
 VERSION: Final = 1
 MOST_RUNS: Final = 3  # of a machine and a file
 MOST_KEPT: Final = 32  # of those, the last ones
+ALIKE: Final = 0.01  # of a forecast: it was of the same plan, by the same rates
 _MAX_BYTES: Final = 1 << 17
 _MOST_COUNT: Final = 1 << 60
 _MOST_NUMBER: Final = 1e6  # seconds of a token, or times as long as planned
@@ -138,6 +141,21 @@ def _entries(document: object) -> _Entries | None:
 
 def _key(hardware: Hardware, fingerprint: str) -> dict[str, Any]:
     return machine_of("gpu" if hardware.gpu else "cpu", hardware) | {"file": fingerprint}
+
+
+def decode_of(
+    runs: Sequence[LastRun], budget_bytes: int, expected_s: float, unstamped_s: float
+) -> tuple[float, int] | None:
+    """Tokens a second of decoding as the last runs of a plan went, and their number. None if there is none.
+
+    runs: of the same file and machine. Those count that had `budget_bytes` of memory, and of which about
+    `expected_s` seconds a token were expected: what has changed since, as rates do, would change them too.
+    They say what their layers took; unstamped_s is forecast for what is before the first router and behind
+    all layers.
+    """
+    same = [run for run in runs if run.vram_bytes == budget_bytes]
+    layers_s = [run.step_s for run in same if abs(run.expected_s / expected_s - 1) <= ALIKE]
+    return (1 / (statistics.median(layers_s) + unstamped_s), len(layers_s)) if layers_s else None
 
 
 def described(run: LastRun) -> str:

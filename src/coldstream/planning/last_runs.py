@@ -1,21 +1,18 @@
 """What a run took, kept beside what was expected of it when it was planned."""
 
-import statistics
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
 from coldstream.errors import StorageError
-from coldstream.placement.cost import unstamped_seconds
 from coldstream.placement.forecast import forecast
 from coldstream.placement.hardware_file import DATE_FORMAT
 from coldstream.placement.lock_file import lock_path, note_lock
-from coldstream.placement.run_file import LastRun, Observed, keep_run, last_runs, runs_path
+from coldstream.placement.run_file import LastRun, Observed, keep_run, runs_path
 from coldstream.planning.planned import Planned
 
 LEAST_STEPS: Final = 64  # of a run that says anything
-ALIKE: Final = 0.01  # of a forecast: it was of the same plan, by the same rates
 
 
 def keep_lock(planned: Planned, locked_bytes: tuple[int, int] | None, path: Path | None = None) -> None:
@@ -55,23 +52,3 @@ def keep_observed(
         return  # clocks that went backwards
     with suppress(StorageError):  # it was only for people to read
         keep_run(planned.hardware, planned.plan.model.fingerprint, run, path or runs_path())
-
-
-def decode_of_runs(planned: Planned, path: Path | None = None) -> tuple[float, int] | None:
-    """Tokens a second of decoding as the last runs went, and their number.
-
-    Those of the same file and machine count that had the same memory, and of which the same was expected as
-    now: what has changed since, as rates do, would change them too. They say what their layers took; what is
-    before the first router and behind all layers is as the forecast has it. None where there is no such run.
-    path: of the file of runs; None: the default one.
-    """
-    _, runs = last_runs(planned.hardware, planned.plan.model.fingerprint, path or runs_path())
-    same = [run for run in runs if run.vram_bytes == planned.plan.budget_bytes]
-    if not same or planned.trace is not None:
-        return None
-    expected_s = 1 / forecast(planned.plan, planned.known, pool=planned.run.pool).decode
-    layers_s = [run.step_s for run in same if abs(run.expected_s / expected_s - 1) <= ALIKE]
-    if not layers_s:
-        return None
-    known = planned.known
-    return 1 / (statistics.median(layers_s) + unstamped_seconds(known.model, known.rates)), len(layers_s)
