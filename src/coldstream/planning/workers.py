@@ -46,14 +46,11 @@ def with_workers(run: RunPlan, config: EngineConfig, facts: Facts, ram: int) -> 
     )
     run = replace(run, pool=pool_of(run, facts, ram))
     source = None if config.prefetch == "auto" else "--prefetch"
-    if (
-        facts.locked_share(placement, run.pool) == 0
-    ):  # nothing comes over the bus, ahead of its router neither
-        return with_places(
-            run, 0 if config.prefetch == "auto" else config.prefetch, placement.ring_bytes, source
-        )
-    run = replace(run, miss_times=miss_times_of(facts.model.on_gpu, rates))
-    count = _paying_prefetch(run, facts, rates) if config.prefetch == "auto" else config.prefetch
+    count = 0 if config.prefetch == "auto" else config.prefetch
+    if facts.locked_share(placement, run.pool) > 0:  # else nothing comes over the bus, ahead neither
+        run = replace(run, miss_times=miss_times_of(facts.model.on_gpu, rates))
+        if config.prefetch == "auto":
+            count = _paying_prefetch(run, facts, rates)
     return with_places(run, count, placement.ring_bytes, source)
 
 
