@@ -140,8 +140,8 @@ def test_every_field_of_json_is_documented_and_exists(
         "plan": [
             ("plan", *on_cpu),
             ("plan", *on_cpu, "--ram", "24M", "-c", "512"),
-            ("plan", "--vram", "470M", "--ram", "1165M", "-c", "512"),
-            ("plan", "--vram", "470M", "--ram", "1164M", "-c", "512"),
+            ("plan", "--vram", "470M", "--ram", "653M", "-c", "512"),
+            ("plan", "--vram", "470M", "--ram", "652M", "-c", "512"),
         ],
     }
     commands["verify"] = [("verify", "--minutes", "0.001")]
