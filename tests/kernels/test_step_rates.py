@@ -40,10 +40,11 @@ def test_what_is_measured_runs_and_all_memory_is_given_back(monkeypatch: pytest.
 
     monkeypatch.setattr(CudaProgram, "kernel", noted)
     monkeypatch.setattr(gpu_rates, "_WARM_S", 0.0)
-    # Requests come from the host, which launches nothing for them.
-    monkeypatch.setattr(_csrc, "ExpertServer", ServerOnDemand._make)
     before = calls.free_memory()
-    rates = measure_step_rates(2, RAM_BYTES, SHAPE)
+    # Requests come from the host, which launches nothing for them. Undone before the fixture's own patch is.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_csrc, "ExpertServer", ServerOnDemand._make)
+        rates = measure_step_rates(2, RAM_BYTES, SHAPE)
     assert {*gpu_rates._OF_ONE_ROW} < launched
     product = {program.source.name for program, _ in launched - {*gpu_rates._OF_ONE_ROW}}
     assert product == {"gemm.cu"}, "which is compiled before, for the shape that is measured"
