@@ -6,6 +6,7 @@ from statistics import mean, median
 from typing import Any, Final
 
 from bench.report.aims import MISSING, Aim, rows_of
+from bench.report.desktop import CLOSE
 from bench.report.tables import load
 
 MOVING: Final = "offloaded-experts.md#shares-that-follow-what-tokens-took"
@@ -80,6 +81,6 @@ def _forecasts() -> Iterator[Aim]:
         for figure in row["figures"].values()
         if not figure["older_than"]
     ]
-    near = sum(abs(ratio - 1) <= 0.15 for ratio in ratios)
-    what = f"forecasts within 15 % of a run of the present program, of {len(ratios)}"
+    near = sum(abs(ratio - 1) <= CLOSE for ratio in ratios)
+    what = f"forecasts within {100 * CLOSE:.0f} % of a run of the present program, of {len(ratios)}"
     yield Aim(what, len(ratios), near, "forecasts.json", why=FORECASTS)
