@@ -7,7 +7,7 @@ import torch
 from coldstream.kernels.arithmetic.quantised import padded_cols
 from coldstream.kernels.arithmetic.reference import quantize_activations
 from coldstream.kernels.gated_delta_net.exact import gated_delta_net_exact
-from coldstream.kernels.ops import DeltaNetInputs, DeltaNetWeights, Rows
+from coldstream.kernels.ops import DeltaNetGate, DeltaNetInputs, DeltaNetWeights, Rows
 
 NUM_STATES = 6
 
@@ -26,6 +26,7 @@ class DeltaCase:
     state_ids: tuple[int, ...]
     num_taps: int = 4
     num_states: int = NUM_STATES
+    output_gate: DeltaNetGate = "silu"
 
     @property
     def num_channels(self) -> int:
@@ -54,6 +55,7 @@ class DeltaCase:
             key_head_ids=torch.arange(self.num_value_heads, dtype=torch.int32) % self.num_key_heads,
             num_key_heads=self.num_key_heads,
             eps=1e-6,
+            output_gate=self.output_gate,
         )
 
     def states(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -32,6 +32,7 @@ def call_op(
     _csrc.gated_delta_net(
         runtime, *(x[part] for x in case.inputs()), w.conv_taps, w.a, w.dt_bias, w.norm, w.key_head_ids,
         w.num_key_heads, w.eps, *states, case.state_ids_tensor()[part], out,
+        has_sigmoid_gate=w.output_gate == "sigmoid",
     )  # fmt: skip
 
 
@@ -50,7 +51,11 @@ def check_values(case: DeltaCase, result: Results) -> None:
     states = [state.double() for state in case.states()]
     w = case.weights()
     exact = DeltaNetWeights(
-        *(x.double() for x in (w.conv_taps, w.a, w.dt_bias, w.norm)), w.key_head_ids, w.num_key_heads, w.eps
+        *(x.double() for x in (w.conv_taps, w.a, w.dt_bias, w.norm)),
+        w.key_head_ids,
+        w.num_key_heads,
+        w.eps,
+        w.output_gate,
     )
     inputs = (x.double() for x in case.inputs())
     state_ids = case.state_ids_tensor()
@@ -71,6 +76,15 @@ def test_head_sizes(runtimes: Runtimes, head_dim: int, num_rows: int) -> None:
 def test_head_groups(runtimes: Runtimes, num_key_heads: int, num_value_heads: int) -> None:
     case = Case(num_key_heads, num_value_heads, 16, one_state(18))
     check_values(case, run_everywhere(lambda runtime: run(runtime, case), runtimes))
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 40])
+def test_an_output_gate_that_is_a_sigmoid(runtimes: Runtimes, num_rows: int) -> None:
+    case = Case(2, 4, 17, one_state(num_rows), output_gate="sigmoid")
+    found = run_everywhere(lambda runtime: run(runtime, case), runtimes)
+    check_values(case, found)
+    for got, exact in zip(found, case.expected(), strict=True):
+        assert same_bits(got, exact)
 
 
 @pytest.mark.parametrize("num_taps", [1, 2, 3, 4, 16])

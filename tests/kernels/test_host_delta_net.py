@@ -239,6 +239,23 @@ def test_trees_of_every_shape(parts: list[Part], host: HostDevice) -> None:
     check(case_of((1, 2, 32, 4), parts), parts, seed=1)
 
 
+SIGMOID_PARTS = [Part(3, 2), Part(2, 5, (-1, 0, 0, 1, 3)), Part(-1, 1), Part(1, 3)]
+
+
+@pytest.mark.sharded(of="kernels")
+@pytest.mark.usefixtures("fast_instances", "host")
+def test_an_output_gate_that_is_a_sigmoid() -> None:
+    case = replace(case_of((2, 4, 32, 4), SIGMOID_PARTS), output_gate="sigmoid")
+    check(case, SIGMOID_PARTS, seed=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_prompt", [False, True])
+def test_an_output_gate_that_is_a_sigmoid_on_a_gpu(is_prompt: bool) -> None:
+    case = replace(case_of((2, 4, 128, 4), SIGMOID_PARTS), output_gate="sigmoid")
+    check(case, SIGMOID_PARTS, seed=1, device="cuda", is_prompt=is_prompt)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(2, 4, 32, 4), (1, 3, 64, 2), (16, 32, 128, 4)])
 @pytest.mark.parametrize("is_prompt", [False, True])

@@ -238,6 +238,7 @@ class CpuOps(ComposedOps):
             self._runtime, inputs.qkv, inputs.z, inputs.alpha, inputs.beta, weights.conv_taps, weights.a,
             weights.dt_bias, weights.norm, weights.key_head_ids, weights.num_key_heads, weights.eps,
             conv_state, state, rows.state_ids, out, batch_rows(rows.batch), kept,
+            weights.output_gate == "sigmoid",
         )  # fmt: skip
         return out
 

@@ -15,7 +15,7 @@ Caches also assign 0 or another array to contiguous parts. All arithmetic goes t
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from coldstream.gguf.reader import GGUFFile, TensorInfo
 
 Array = Any  # see the module docstring
 Weight = Any  # result of `load_weight` of the same Ops, opaque to others
+DeltaNetGate = Literal["silu", "sigmoid"]
 
 
 BLOCK_POSITIONS = 256  # in a block of keys and values, and in a chunk that attention sums separately
@@ -175,6 +176,7 @@ class DeltaNetWeights:
     key_head_ids: Array  # int32 [NV]
     num_key_heads: int
     eps: float
+    output_gate: DeltaNetGate = "silu"  # of z, which the normed output is multiplied by
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,7 @@ class Loader:
             key_head_ids=self.ops.int_vector(spec.key_head_ids),
             num_key_heads=spec.num_key_heads,
             eps=self.spec.rms_norm_eps,
+            output_gate=spec.output_gate,
         )
         return GatedDeltaNetWeights(
             attn_qkv=self.block_weight(prefix, "attn_qkv", gathered),

@@ -267,4 +267,5 @@ def _layer(weights: DeltaNetWeights, num_heads: int) -> _Layer:
         num_key_heads=weights.num_key_heads,
         num_value_heads=num_heads,
         eps=weights.eps,
+        has_sigmoid_gate=weights.output_gate == "sigmoid",
     )

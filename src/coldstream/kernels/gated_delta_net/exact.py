@@ -40,7 +40,8 @@ def gated_delta_net_exact(
             output, state[state_id] = step(q, k, v, g, b, state[state_id])
             outputs.append(output.unsqueeze(0))
     output = rms_norm_exact(torch.cat(outputs), weights.norm, weights.eps)
-    return output.flatten(-2) * silu(inputs.z)
+    gate = sigmoid if weights.output_gate == "sigmoid" else silu
+    return output.flatten(-2) * gate(inputs.z)
 
 
 def softplus(x: torch.Tensor) -> torch.Tensor:

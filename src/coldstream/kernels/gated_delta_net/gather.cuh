@@ -86,7 +86,7 @@ struct Gather {
   __device__ void finish(const DeltaLayer& layer, const DeltaRows&, const Route& route, int first, int end,
                          const DeltaOutputs& out) {
     const int step = own_step(first);
-    open_factors(factors);
+    open_factors(factors, layer);
     wait_for_cluster();
     if (step < end) {
       const float* of_row = values + threadIdx.x / warp_size * group_elements;
@@ -141,7 +141,7 @@ struct Gather {
     for (int step = first + warp; step < end; step += delta_threads / warp_size) {
       const int row = route.row(step);
       OutputFactors factors = load_factors<D>(layer, rows.z + int64_t(row) * rows.z_stride, group);
-      open_factors(factors);
+      open_factors(factors, layer);
       fetch_group(raw + int64_t(row) * size, group, size, values[warp]);
       finish_group<D>(values[warp], factors, layer, row, group, out);
       __syncwarp();

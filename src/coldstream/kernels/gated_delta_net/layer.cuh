@@ -16,6 +16,7 @@ struct DeltaLayer {
   const int32_t* key_head_ids;  // [NV]
   int num_key_heads, num_value_heads;
   float eps;
+  int has_sigmoid_gate;  // of the output, in place of SiLU
 };
 
 struct DeltaRows {
@@ -125,7 +126,7 @@ __device__ __forceinline__ Eight load_eight(const float* x) {
 }
 
 // A lane's share of the factors of a row's group of outputs: the norm's weights, and z, which open_factors
-// replaces by silu(z).
+// replaces by silu(z), or by sigmoid(z).
 struct OutputFactors {
   Eight weight, gate;
 };
@@ -138,12 +139,19 @@ __device__ __forceinline__ OutputFactors load_factors(const DeltaLayer& layer, c
   return factors;
 }
 
-__device__ __forceinline__ float4 silu_four(float4 x) {
-  return {exact_silu(x.x), exact_silu(x.y), exact_silu(x.z), exact_silu(x.w)};
+__device__ __forceinline__ float open_gate(float z, bool is_sigmoid) {
+  const float opened = exact_sigmoid(z);
+  return is_sigmoid ? opened : z * opened;
 }
 
-__device__ __forceinline__ void open_factors(OutputFactors& factors) {
-  factors.gate = {silu_four(factors.gate.low), silu_four(factors.gate.high)};
+__device__ __forceinline__ float4 open_four(float4 z, bool is_sigmoid) {
+  return {open_gate(z.x, is_sigmoid), open_gate(z.y, is_sigmoid), open_gate(z.z, is_sigmoid),
+          open_gate(z.w, is_sigmoid)};
+}
+
+__device__ __forceinline__ void open_factors(OutputFactors& factors, const DeltaLayer& layer) {
+  const bool is_sigmoid = layer.has_sigmoid_gate != 0;
+  factors.gate = {open_four(factors.gate.low, is_sigmoid), open_four(factors.gate.high, is_sigmoid)};
 }
 
 __device__ __forceinline__ float4 finish_four(float4 x, float scale, float4 weight, float4 gate) {

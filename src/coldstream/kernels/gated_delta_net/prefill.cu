@@ -224,7 +224,7 @@ __global__ void __launch_bounds__((output_warps * warp_size))
   if (row >= rows.num_rows || rows.is_of_tree(row)) return;
   if (rows.state_ids[row] < 0) return clear_group<D>(layer, row, group, out);
   OutputFactors factors = load_factors<D>(layer, rows.z + int64_t(row) * rows.z_stride, group);
-  open_factors(factors);
+  open_factors(factors, layer);
   fetch_group(work.raw + int64_t(row) * layer.num_value_heads * D, group, layer.num_value_heads * D,
               scratch[warp]);
   finish_group<D>(scratch[warp], factors, layer, row, group, out);

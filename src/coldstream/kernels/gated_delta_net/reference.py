@@ -8,7 +8,7 @@ For one token with projections m = qkv (q and k of NK heads, v of NV heads), z, 
     S     ← exp(g) · S                                                             [d of k, d of v]
     δ      = b · (v − Sᵀ k)                                                        from the decayed state
     S     ← S + k δᵀ,   o = Sᵀ q                                                   output after the update
-    y      = RMS norm of o, times silu(z)
+    y      = RMS norm of o, times silu(z), or sigmoid(z) in families whose gate is that
 
 Value head h reads key head `key_head_ids[h]`. The state between tokens is S and the last taps − 1 raw rows m.
 
@@ -47,7 +47,8 @@ def gated_delta_net(
         )
         outputs.append(output)
     output = rms_norm(torch.cat(outputs), weights.norm, weights.eps)
-    return output.flatten(-2) * torch.nn.functional.silu(inputs.z)
+    gate = torch.sigmoid if weights.output_gate == "sigmoid" else torch.nn.functional.silu
+    return output.flatten(-2) * gate(inputs.z)
 
 
 def l2_norm(x: torch.Tensor, eps: float) -> torch.Tensor:

@@ -7,7 +7,7 @@ once, when a model is opened, so that running a layer needs no further check.
 from dataclasses import dataclass
 from typing import Literal
 
-from coldstream.kernels.ops import RopeSpec
+from coldstream.kernels.ops import DeltaNetGate, RopeSpec
 
 LayerKind = Literal["attention", "delta_net"]
 QkNorm = Literal["none", "head", "projection"]
@@ -52,6 +52,7 @@ class DeltaNetSpec:
     num_key_heads: int
     num_value_heads: int
     value_heads_grouped: bool
+    output_gate: DeltaNetGate = "silu"
 
     @property
     def key_dim(self) -> int:

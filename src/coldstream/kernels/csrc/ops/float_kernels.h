@@ -118,9 +118,9 @@ struct FloatKernels {
   void (*add)(const float* x, const float* y, float* out, int64_t n);
   void (*swiglu)(const float* gate, const float* up, float* out, int64_t n);
   void (*rms_norm)(const float* x, const float* weight, float eps, float* out, int64_t n);
-  // out = rms_norm(x) · silu(z)
-  void (*gated_rms_norm)(const float* x, const float* weight, float eps, const float* z, float* out,
-                         int64_t n);
+  // out = rms_norm(x) · silu(z), or · sigmoid(z)
+  void (*gated_rms_norm)(const float* x, const float* weight, float eps, const float* z, bool is_sigmoid,
+                         float* out, int64_t n);
   // x ← x / sqrt(Σx² + eps) · scale
   void (*l2_norm)(float* x, float eps, float scale, int64_t n);
   // out = s + sigmoid(*gate) · shared with s = Σ_k weights[k] · routed[k · stride], k ascending; s alone if

@@ -68,12 +68,13 @@ static void rms_norm(const float* x, const float* weight, float eps, float* out,
   }
 }
 
-static void gated_rms_norm(const float* x, const float* weight, float eps, const float* z, float* out,
-                           int64_t n) {
+static void gated_rms_norm(const float* x, const float* weight, float eps, const float* z, bool is_sigmoid,
+                           float* out, int64_t n) {
   const Vec16 scale = splat16(rms_scale(x, eps, n));
   for (int64_t i = 0; i < n; i += 16) {
     const Vec16 normed = mul16(mul16(load16(x + i, n - i), scale), load16(weight + i, n - i));
-    store16(out + i, mul16(normed, silu16(load16(z + i, n - i))), n - i);
+    const Vec16 gate = load16(z + i, n - i);
+    store16(out + i, mul16(normed, is_sigmoid ? sigmoid16(gate) : silu16(gate)), n - i);
   }
 }
 

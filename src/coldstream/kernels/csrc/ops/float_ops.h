@@ -125,8 +125,9 @@ struct DeltaNetArguments {
   const float *a, *dt_bias, *norm;
   std::vector<int32_t> key_head_ids;
   float eps;
-  float* conv_state;  // [states, taps − 1, channels], contiguous
-  float* state;       // [states, value heads, head_size, head_size], contiguous
+  bool has_sigmoid_gate;  // of the output, in place of SiLU
+  float* conv_state;      // [states, taps − 1, channels], contiguous
+  float* state;           // [states, value heads, head_size, head_size], contiguous
   int64_t num_states;
   RowLayout layout;
   KeptInputs kept;

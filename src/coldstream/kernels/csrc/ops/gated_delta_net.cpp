@@ -433,7 +433,8 @@ class GatedDeltaNetOp : public Op {
 
   void norm_head(int64_t row, int64_t head) {
     float* out = a_.out.row(row) + head * a_.head_size;
-    kernels_.gated_rms_norm(out, a_.norm, a_.eps, a_.z.row(row) + head * a_.head_size, out, a_.head_size);
+    kernels_.gated_rms_norm(out, a_.norm, a_.eps, a_.z.row(row) + head * a_.head_size, a_.has_sigmoid_gate,
+                            out, a_.head_size);
   }
 
   const FloatKernels& kernels_;

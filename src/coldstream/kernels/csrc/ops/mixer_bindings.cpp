@@ -216,12 +216,14 @@ void gated_delta_net(Runtime& rt, const Array2d& qkv, const Array2d& z, const Ar
                      const Array2d& beta, const Array2d& conv_taps, const Array1d& a, const Array1d& dt_bias,
                      const Array1d& norm, const Ids1d& key_head_ids, int64_t num_key_heads, float eps,
                      const State3d& conv_state, const State4d& state, const Ids1d& state_ids,
-                     const Array2d& out, const BatchRows* batch, const OptionalKept& kept) {
+                     const Array2d& out, const BatchRows* batch, const OptionalKept& kept,
+                     bool has_sigmoid_gate) {
   const int64_t rows = size_of(qkv, 0), channels = size_of(qkv, 1);
   DeltaNetArguments arguments =
       checked({conv_taps, a, dt_bias, norm, key_head_ids, num_key_heads, eps, conv_state, state}, channels);
   const int64_t heads = arguments.num_value_heads, size = arguments.head_size;
   arguments.capacity = rows;
+  arguments.has_sigmoid_gate = has_sigmoid_gate;
   arguments.qkv = input(qkv, "qkv", rows, channels);
   arguments.z = input(z, "z", rows, heads * size);
   arguments.alpha = input(alpha, "alpha", rows, heads);
@@ -307,12 +309,13 @@ void bind_mixers(nb::module_& m) {
       nb::arg("key_head_ids").noconvert(), "num_key_heads"_a, "eps"_a, nb::arg("conv_state").noconvert(),
       nb::arg("state").noconvert(), nb::arg("state_ids").noconvert(), nb::arg("out").noconvert(),
       nb::arg("batch").none() = nb::none(), nb::arg("kept").noconvert().none() = nb::none(),
+      "has_sigmoid_gate"_a = false,
       "`Ops.gated_delta_net`: qkv [T, C], z and out [T, NV·d], alpha and beta [T, NV], conv_taps [C, "
       "taps], a and "
       "dt_bias [NV], norm [d], float32; key_head_ids int32 [NV]; conv_state [states, taps − 1, C] and state "
       "[states, NV, d, d], contiguous float32, advanced; state_ids int32 [T]. conv_taps and key_head_ids are "
       "copied. With batch, rows of trees leave both states alone and are written to kept: qkv [R, C], alpha and "
-      "beta [R, NV], contiguous float32. "
+      "beta [R, NV], contiguous float32. The output is gated by silu(z), or by sigmoid(z). "
       "ValueError when run with a state_id outside the states or whose rows are not adjacent; then nothing has "
       "changed.");
   m.def(
