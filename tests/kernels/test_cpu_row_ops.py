@@ -89,19 +89,20 @@ def test_rope_angles_with_factors_of_frequencies_and_a_magnitude(runtimes: Runti
         _csrc.rope_angles(runtimes[0], positions, 1e4, torch.zeros(4, 3, 2), np.ones(2), 1.0)
 
 
-@all_pairs(size=[*AWKWARD_SIZES, 5000], num_experts_per_tok=[1, 4, 8], has_shared=[True, False])
+@all_pairs(size=[*AWKWARD_SIZES, 5000], num_experts_per_tok=[1, 4, 8], shared=["none", "plain", "gated"])
 def test_combine_experts_has_the_bits_of_the_written_arithmetic(
-    runtimes: Runtimes, size: int, num_experts_per_tok: int, has_shared: bool
+    runtimes: Runtimes, size: int, num_experts_per_tok: int, shared: str
 ) -> None:
     routed, weights = random(7, 3, num_experts_per_tok, size), random(8, 3, num_experts_per_tok).softmax(-1)
-    shared, shared_gate = (random(9, 3, size), random(10, 3, 1)) if has_shared else (None, None)
+    output = None if shared == "none" else random(9, 3, size)
+    gate = random(10, 3, 1) if shared == "gated" else None
 
     def call(runtime: _csrc.Runtime) -> Results:
         out = Output(3, size)
-        _csrc.combine_experts(runtime, routed, weights, shared, shared_gate, out.rows)
+        _csrc.combine_experts(runtime, routed, weights, output, gate, out.rows)
         return (out.checked(),)
 
-    expected = combine_experts(routed, weights, shared, shared_gate, exact.fma, exact.sigmoid)
+    expected = combine_experts(routed, weights, output, gate, exact.fma, exact.sigmoid)
     assert same_bits(run_everywhere(call, runtimes)[0], expected)
 
 
@@ -170,8 +171,8 @@ def test_wrong_arrays_are_refused(fastest: _csrc.Runtime) -> None:
         _csrc.rms_norm(fastest, x, torch.zeros(9), EPS, x)
     with pytest.raises(ValueError, match=r"shared_gate must be \[2, 1\]"):
         _csrc.combine_experts(fastest, torch.zeros(2, 3, 8), torch.zeros(2, 3), x, torch.zeros(2, 2), x)
-    with pytest.raises(ValueError, match="a shared expert comes with its gate"):
-        _csrc.combine_experts(fastest, torch.zeros(2, 3, 8), torch.zeros(2, 3), x, None, x)
+    with pytest.raises(ValueError, match="a gate comes with its shared expert"):
+        _csrc.combine_experts(fastest, torch.zeros(2, 3, 8), torch.zeros(2, 3), None, torch.zeros(2, 1), x)
 
 
 def _top_log_probs(runtime: _csrc.Runtime, logits: torch.Tensor, k: int) -> Results:

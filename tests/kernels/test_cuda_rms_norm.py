@@ -102,10 +102,12 @@ def test_norm_of_a_sum(rows: int, cols: int, in_place: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [1, 2, 8, 9, 16])
 @pytest.mark.parametrize(("rows", "cols"), [(1, 2048), (3, 384), (8, 63), (200, 100)])
-def test_norm_of_a_sum_of_experts(ranks: int, rows: int, cols: int) -> None:
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_norm_of_a_sum_of_experts(ranks: int, rows: int, cols: int, *, is_gated: bool) -> None:
     x, weight = spiky(1, rows, cols), random(2, cols)
     routed, shared = spiky(3, rows, ranks, cols), spiky(4, rows, cols)
-    topk_weights, gate = random(5, rows, ranks).softmax(-1), random(6, rows, 1, scale=4)
+    topk_weights = random(5, rows, ranks).softmax(-1)
+    gate = random(6, rows, 1, scale=4) if is_gated else None
     update = combine_experts(
         routed, topk_weights, shared, gate, exact_arithmetic.fma, exact_arithmetic.sigmoid
     )
@@ -116,7 +118,7 @@ def test_norm_of_a_sum_of_experts(ranks: int, rows: int, cols: int) -> None:
         GuardedActivations(rows, cols),
     )
     ids = torch.zeros(rows, ranks, dtype=torch.int32)  # whose outputs these are doesn't matter to their sum
-    routing = Routing(*(part.to(CUDA) for part in (ids, topk_weights, gate)))
+    routing = Routing(ids.to(CUDA), topk_weights.to(CUDA), gate.to(CUDA) if is_gated else None)
     experts = ExpertOutputs(routed.to(CUDA), shared.to(CUDA), routing)
     add_rms_norm_cuda(x.to(CUDA), experts, total.tensor, weight.to(CUDA), EPS, out.tensor, codes.out)
     assert_same_bits(total.checked(), x + update)

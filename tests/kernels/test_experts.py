@@ -164,6 +164,19 @@ def test_trap_02_shared_gate_is_applied_once_to_every_token(num_tokens: int) -> 
     torch.testing.assert_close(only_routed, (weights.unsqueeze(-1) * routed).sum(1))
 
 
+def test_a_shared_expert_without_a_gate_has_weight_1() -> None:
+    generator = torch.Generator().manual_seed(11)
+    routed, shared = (torch.randn(shape, generator=generator) for shape in ((4, 3, E), (4, E)))
+    weights = torch.rand(4, 3, generator=generator)
+    alone = combine_experts(routed, weights, None, None)
+    torch.testing.assert_close(combine_experts(routed, weights, shared, None) - alone, shared)
+    exact = ReferenceOps(exact=True)
+    assert torch.equal(
+        exact.combine_experts(routed, weights, shared, None),
+        exact.combine_experts(routed, weights, None, None) + shared,
+    )
+
+
 def test_exact_combination_is_one_fma_per_rank() -> None:
     """The order matters here: 1 + 2^-24 + 2^-24 is 1 from the left and more than 1 from the right."""
     half_ulp = 2.0**-24

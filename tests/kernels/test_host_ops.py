@@ -18,7 +18,7 @@ from coldstream.kernels.linear.cuda import fits_skinny
 from coldstream.kernels.linear.integer_types import INTEGER_TYPES
 from coldstream.kernels.linear.reference import linear_exact
 from coldstream.kernels.linear.skinny_layouts import MAX_LARGE_FLOAT_ROWS, MIN_TILED_FLOAT_ROWS
-from coldstream.kernels.ops import ExpertWeights, RouterWeights, Routing
+from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, RouterWeights, Routing
 from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kernels.swiglu.reference import swiglu_exact
@@ -86,6 +86,26 @@ def test_a_norm_for_a_router_is_a_norm(tokens: int, is_own: bool) -> None:
         found.append((total, normed.values, *codes, routing.ids, routing.weights, routing.shared_gate))
     for apart, together in zip(*found, strict=True):
         assert_same(together, apart)
+
+
+@pytest.mark.parametrize("shared", ["none", "plain", "gated"])
+@pytest.mark.parametrize(("tokens", "ranks", "size"), [(1, 8, HIDDEN), (5, 3, 100), (2, 10, 63)])
+def test_the_sum_of_experts_with_any_shared_expert(tokens: int, ranks: int, size: int, shared: str) -> None:
+    x, weight = activations(1, tokens, size), activations(2, 1, size)[0]
+    routed = activations(3, tokens * ranks, size).reshape(tokens, ranks, size)
+    weights = activations(4, tokens, ranks).softmax(-1)
+    output = None if shared == "none" else activations(5, tokens, size)
+    gate = activations(6, tokens, 1) if shared == "gated" else None
+    experts = ExpertOutputs(routed, output, Routing(None, weights, gate))
+    total, normed = host_ops().add_norm(x, experts, weight, 1e-6)
+    for found, expected in zip(
+        (total, normed.values), ReferenceOps(exact=True).add_norm(x, experts, weight, 1e-6), strict=True
+    ):
+        assert_same(found, expected)
+    by_float = x + (weights.unsqueeze(-1) * routed).sum(1)
+    if output is not None:
+        by_float += output if gate is None else torch.sigmoid(gate) * output
+    torch.testing.assert_close(torch.as_tensor(total.numpy()), by_float, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.sharded(of="kernels")

@@ -90,7 +90,7 @@ class ComposedOps(ABC):
     ) -> Array:
         """Σ_k weight_k · routed_k in rank order + sigmoid(shared_gate [T, 1]) · shared: [T, E].
 
-        The sum alone if both are None.
+        The shared expert has weight 1 if the gate is None; the sum is alone if both are.
         """
 
     def add_norm(

@@ -184,7 +184,7 @@ class RouterWeights:
     """How a layer chooses experts. A new property of a router is a field here."""
 
     gate: Weight  # [experts, E]
-    shared_gate: Weight  # [1, E]; None without a shared expert
+    shared_gate: Weight  # [1, E]; None without a shared expert, or for one of weight 1
     num_experts_per_tok: int
 
 
@@ -194,7 +194,7 @@ class Routing:
 
     ids: Array  # int32 [T, K], in descending order of weight
     weights: Array  # [T, K], renormalised
-    shared_gate: Array  # [T, 1]; None without a shared expert
+    shared_gate: Array  # [T, 1]; None without a shared expert, or for one of weight 1
     places: Any = None  # where experts are computed, for `Ops` that share pairs out
 
 
@@ -304,7 +304,7 @@ class Ops(Protocol):
         for_router: nothing reads the two before the norm was given to `router`, which may compute them.
 
         The update of experts is Σ_k weight_k · routed_k in rank order + sigmoid(shared_gate) · shared, the
-        last only where there is a shared expert.
+        last only where there is a shared expert, and its weight 1 where it has no gate.
         """
 
     def swiglu(self, gate: Array, up: Array) -> Array:

@@ -1,4 +1,4 @@
-"""The mixture-of-experts FFN: a router, routed experts, and perhaps a shared one behind a scalar gate."""
+"""The mixture-of-experts FFN: a router, routed experts, and perhaps a shared one, gated or not."""
 
 from dataclasses import dataclass
 

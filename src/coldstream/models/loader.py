@@ -182,6 +182,7 @@ class Loader:
                 shared_up=self.weight(f"{prefix}ffn_up_shexp"),
                 shared_down=self.weight(f"{prefix}ffn_down_shexp"),
             )
+        if spec.shared == "gated":
             # Some files store the one row of this matrix as a vector.
             gate = self.file.tensors[f"{prefix}ffn_gate_inp_shexp.weight"]
             gate = replace(gate, shape=(1, self.spec.hidden_size))

@@ -72,7 +72,7 @@ def test_a_step_that_prefetches_takes_one_kernel_more_and_the_rings_memory(layer
         "router_gemv<true, 8, false>",
         instance_for("coldstream::expert_gate_up", {QuantType.Q4_K}),
         instance_for("coldstream::expert_down", {QuantType.Q4_K}),
-        "combine_rms_norm_rows<true, true>",
+        "combine_rms_norm_rows<true, gated_shared>",
     }
     ring_bytes = []
     for missing in (1, 4):

@@ -30,7 +30,6 @@ CHOICES: list[tuple[type, dict[str, Any], str]] = [
     (AttentionSpec, {"causal": False}, "causal False, supported: causal attention"),
     (MoeSpec, {"activation": "clamped swiglu"}, "activation clamped swiglu, supported: swiglu"),
     (MoeSpec, {"bias": True}, "expert bias True"),
-    (MoeSpec, {"shared": "plain"}, "shared expert plain, supported: none, or one with a gate"),
     (MoeSpec, {"router": RouterSpec(gating="sigmoid")}, r"router sigmoid, supported: softmax"),
     (MoeSpec, {"router": RouterSpec(gating="softmax of the chosen")}, "router softmax of the chosen"),
     (MoeSpec, {"router": RouterSpec(selection_bias=True)}, "selection bias True"),
@@ -42,6 +41,7 @@ CHOICES: list[tuple[type, dict[str, Any], str]] = [
 COMPUTED: list[tuple[type, dict[str, Any]]] = [
     (AttentionSpec, {"output_gate": False}),
     (MoeSpec, {"shared": "none"}),
+    (MoeSpec, {"shared": "plain"}),
 ]
 SIZES = {
     AttentionSpec: {"num_heads", "num_kv_heads", "head_dim", "rope"},

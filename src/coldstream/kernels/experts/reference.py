@@ -66,9 +66,11 @@ def combine_experts(
     """Σ_k weight_k · routed_k in rank order, then + sigmoid(shared_gate) · shared.
 
     routed [T, K, E], topk_weights [T, K], shared [T, E], shared_gate [T, 1] → [T, E]. With None for
-    the last two the sum alone.
+    the gate + shared, with None for the last two the sum alone.
     """
     total = torch.zeros_like(routed[:, 0])
     for rank in range(routed.shape[1]):
         total = fma(topk_weights[:, rank : rank + 1], routed[:, rank], total)
-    return total if shared is None else fma(sigmoid(shared_gate), shared, total)
+    if shared is None:
+        return total
+    return total + shared if shared_gate is None else fma(sigmoid(shared_gate), shared, total)

@@ -14,14 +14,16 @@ from coldstream.kernels.ops import ExpertOutputs
 # Keyed by whether all rows are aligned.
 NORM, ADD = "rms_norm_rows<{}>", "add_rms_norm_rows<{}>"
 PAIR = "rms_norm_pair_rows"  # of aligned rows only
-COMBINE_SHARED, COMBINE = "combine_rms_norm_rows<{}, true>", "combine_rms_norm_rows<{}, false>"
+COMBINE = "combine_rms_norm_rows<{}, no_shared>"
+COMBINE_PLAIN = "combine_rms_norm_rows<{}, plain_shared>"
+COMBINE_GATED = "combine_rms_norm_rows<{}, gated_shared>"
 PROGRAM = CudaProgram(
     Path(__file__).with_name("rms_norm.cu"),
     (
         PAIR,
         *(
             kernel.format(aligned)
-            for kernel in (NORM, ADD, COMBINE_SHARED, COMBINE)
+            for kernel in (NORM, ADD, COMBINE, COMBINE_PLAIN, COMBINE_GATED)
             for aligned in ("true", "false")
         ),
     ),
@@ -114,13 +116,23 @@ def add_rms_norm_cuda(
         x, update.routed, topk_weights, num_ranks, update.shared, shared_gate, cpu_ids, cpu_rows, answer,
         stamps, total,
     ]  # fmt: skip
-    if (update.shared is None) != (shared_gate is None):
-        raise ValueError("a shared expert and its gate come together")
+    if update.shared is None and shared_gate is not None:
+        raise ValueError("a gate without its shared expert")
     shared = () if update.shared is None else (update.shared,)
     if not all(weights is None or weights.is_contiguous() for weights in (topk_weights, shared_gate)):
         raise ValueError("the weights of experts must be contiguous")
     tensors = (x, update.routed, *shared, total)
-    _launch(COMBINE_SHARED if shared else COMBINE, args, tensors, x.shape[1], weight, eps, out, quantized)
+    ungated = COMBINE_PLAIN if shared else COMBINE
+    _launch(
+        ungated if shared_gate is None else COMBINE_GATED,
+        args,
+        tensors,
+        x.shape[1],
+        weight,
+        eps,
+        out,
+        quantized,
+    )
 
 
 @declared_in("rms_norm/norm_row.cuh")

@@ -15,7 +15,7 @@ struct Experts {
   const float* weights;  // [ranks]
   int num_ranks;
   const float* shared;       // [cols]
-  const float* shared_gate;  // one
+  const float* shared_gate;  // one; null for a weight of 1
   const int* cpu_ids;        // [ranks], −1 for rows in `routed`; null: all are
   const float* cpu_rows;     // [ranks, cols], in the host's memory
 };
@@ -47,21 +47,24 @@ __device__ __forceinline__ float4 add_ranks(const Experts& experts, int first, i
   return sum;
 }
 
+// How the shared expert is added: times the sigmoid of its gate, or with weight 1.
+enum SharedExpert { no_shared, plain_shared, gated_shared };
+
 // The experts' sum at four columns: by rank, then the shared one if there is one.
-template <bool aligned, bool has_shared>
+template <bool aligned, SharedExpert kind>
 __device__ __forceinline__ float4 combine_experts(const Experts& experts, int i, int cols) {
   float4 shared;
   float shared_gate;
-  if constexpr (has_shared) {
-    shared = load_four<aligned>(experts.shared, i, cols);
-    shared_gate = *experts.shared_gate;
-  }
+  if constexpr (kind != no_shared) shared = load_four<aligned>(experts.shared, i, cols);
+  if constexpr (kind == gated_shared) shared_gate = *experts.shared_gate;
   float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
   for (int first = 0; first < experts.num_ranks; first += ranks_at_once) {
     sum = add_ranks<aligned>(experts, first, i, cols, sum);
   }
-  if constexpr (has_shared)
+  if constexpr (kind == gated_shared)
     return fma_four(exact_sigmoid(shared_gate), shared, sum);
+  else if constexpr (kind == plain_shared)
+    return sum + shared;
   else
     return sum;
 }
@@ -149,7 +152,7 @@ __global__ void __launch_bounds__(max_threads)
 
 // The same with the sum of the experts as update. The first thread adds the layer's times to its stamps, if
 // there are any; those of its own row stand for all rows.
-template <bool aligned, bool has_shared>
+template <bool aligned, SharedExpert kind>
 __global__ void __launch_bounds__(max_threads)
     combine_rms_norm_rows(const float* x, const float* routed, const float* topk_weights, int num_ranks,
                           const float* shared, const float* shared_gate, const int* cpu_ids,
@@ -189,8 +192,7 @@ __global__ void __launch_bounds__(max_threads)
   for (int i = 4 * threadIdx.x; i < norm.padded; i += 4 * blockDim.x) {
     float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
     if (i < norm.cols) {
-      v = load_four<aligned>(x + begin, i, norm.cols) +
-          combine_experts<aligned, has_shared>(experts, i, norm.cols);
+      v = load_four<aligned>(x + begin, i, norm.cols) + combine_experts<aligned, kind>(experts, i, norm.cols);
       store_four<aligned>(sum + begin, i, norm.cols, v);
     }
     dynamic_shared[i / 4] = v;

@@ -71,8 +71,6 @@ def _ffn_fields(spec: MoeSpec | DenseFfnSpec) -> Iterator[_LayerField]:
         return
     yield from _router_fields(spec.router)
     yield _LayerField("expert bias", spec.bias, not spec.bias, "experts without biases")
-    has_kernels, supported = spec.shared in ("none", "gated"), "none, or one with a gate"
-    yield _LayerField("shared expert", spec.shared, has_kernels, supported)
 
 
 def _router_fields(spec: RouterSpec) -> Iterator[_LayerField]:

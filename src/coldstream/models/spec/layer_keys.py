@@ -102,15 +102,23 @@ def read_delta_net(keys: Hyperparameters, *, value_heads_grouped: bool) -> Delta
 def read_moe(keys: Hyperparameters, *, shared: SharedExpert) -> MoeSpec:
     """The mixture of experts of all layers that have one."""
     num_experts = keys.integer("expert_count", 1, 4096)
-    has_shared = shared != "none"
     return MoeSpec(
         num_experts=num_experts,
         num_experts_per_tok=keys.integer("expert_used_count", 1, num_experts),
         ffn_size=keys.uniform("expert_feed_forward_length", 1 << 16),
         router=read_router(keys),
         shared=shared,
-        shared_ffn_size=keys.uniform("expert_shared_feed_forward_length", 1 << 16) if has_shared else 0,
+        shared_ffn_size=0 if shared == "none" else _shared_ffn_size(keys),
     )
+
+
+def _shared_ffn_size(keys: Hyperparameters) -> int:
+    """The shared expert's: a key of its own, or as large as so many routed experts."""
+    count_key, size_key = "expert_shared_count", "expert_shared_feed_forward_length"
+    if count_key not in keys or size_key in keys:
+        return keys.uniform(size_key, 1 << 16)
+    count = keys.integer(count_key, 1, 64)
+    return count * keys.uniform("expert_feed_forward_length", (1 << 16) // count)
 
 
 def read_router(keys: Hyperparameters) -> RouterSpec:

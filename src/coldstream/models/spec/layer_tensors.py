@@ -107,18 +107,20 @@ def _moe_tensors(spec: MoeSpec, hidden: int) -> tuple[Requirement, ...]:
         "ffn_gate_inp.weight": (experts, hidden),
         "ffn_down_exps.weight": (experts, hidden, size),
     }
-    shared = () if spec.shared == "none" else _gated_shared_expert_tensors(spec.shared_ffn_size, hidden)
-    return ((split, fused), *each(others), *shared)
+    return ((split, fused), *each(others), *_shared_expert_tensors(spec, hidden))
 
 
-def _gated_shared_expert_tensors(size: int, hidden: int) -> tuple[Requirement, ...]:
+def _shared_expert_tensors(spec: MoeSpec, hidden: int) -> tuple[Requirement, ...]:
+    if spec.shared == "none":
+        return ()
+    size = spec.shared_ffn_size
     gate: Group = {"ffn_gate_inp_shexp.weight": ((hidden,), (1, hidden))}
     others = {
         "ffn_gate_shexp.weight": (size, hidden),
         "ffn_up_shexp.weight": (size, hidden),
         "ffn_down_shexp.weight": (hidden, size),
     }
-    return ((gate,), *each(others))
+    return (*each(others), *([(gate,)] if spec.shared == "gated" else []))
 
 
 def nextn_tensors(hidden: int, vocab_size: int) -> tuple[Requirement, ...]:

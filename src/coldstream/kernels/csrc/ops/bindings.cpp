@@ -52,7 +52,7 @@ void combine_experts(Runtime& rt, const Array3d& routed, const Array2d& topk_wei
                      const Array2d& out) {
   const int64_t rows = size_of(routed, 0), k = size_of(routed, 1), size = size_of(routed, 2);
   check(routed, "routed", {rows, k, size});
-  if (shared.has_value() != shared_gate.has_value()) refuse("a shared expert comes with its gate");
+  if (shared_gate && !shared) refuse("a gate comes with its shared expert");
   const CombineArguments arguments = {
       .routed = routed.data(),
       .row_stride = routed.stride(0),
@@ -65,8 +65,10 @@ void combine_experts(Runtime& rt, const Array3d& routed, const Array2d& topk_wei
       .out = output(out, "out", rows, size),
   };
   auto next = make_combine_experts(kernels_of(rt), arguments);
-  if (shared) {
+  if (shared_gate) {
     submit_with(rt, std::move(next), rows, routed, topk_weights, *shared, *shared_gate, out);
+  } else if (shared) {
+    submit_with(rt, std::move(next), rows, routed, topk_weights, *shared, out);
   } else {
     submit_with(rt, std::move(next), rows, routed, topk_weights, out);
   }

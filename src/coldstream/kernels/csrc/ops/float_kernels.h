@@ -123,8 +123,8 @@ struct FloatKernels {
                          float* out, int64_t n);
   // x ← x / sqrt(Σx² + eps) · scale
   void (*l2_norm)(float* x, float eps, float scale, int64_t n);
-  // out = s + sigmoid(*gate) · shared with s = Σ_k weights[k] · routed[k · stride], k ascending; s alone if
-  // shared is null
+  // out = s + sigmoid(*gate) · shared with s = Σ_k weights[k] · routed[k · stride], k ascending; s + shared
+  // if gate is null, s alone if shared is null too
   void (*combine)(const float* routed, int64_t stride, const float* weights, int64_t k, const float* shared,
                   const float* gate, float* out, int64_t n);
 

@@ -88,7 +88,7 @@ static void l2_norm(float* x, float eps, float scale, int64_t n) {
 
 static void combine(const float* routed, int64_t stride, const float* weights, int64_t k, const float* shared,
                     const float* gate, float* out, int64_t n) {
-  const Vec16 shared_weight = shared == nullptr ? zero16() : sigmoid16(splat16(*gate));
+  const Vec16 shared_weight = gate == nullptr ? splat16(1.0f) : sigmoid16(splat16(*gate));
   for (int64_t i = 0; i < n; i += 16) {
     Vec16 sum = zero16();
     for (int64_t j = 0; j < k; j++) {

@@ -76,7 +76,7 @@ struct CombineArguments {
   int64_t num_experts_per_tok, size;
   InputRows weights;      // [T, K]
   InputRows shared;       // [T, E]; null without a shared expert
-  InputRows shared_gate;  // [T, 1]; likewise
+  InputRows shared_gate;  // [T, 1]; null for a shared expert of weight 1
   OutputRows out;
 };
 std::unique_ptr<Op> make_combine_experts(const FloatKernels& kernels, const CombineArguments& arguments);
