@@ -39,6 +39,11 @@ def first(number: int) -> Layers:
     return lambda layer, _: layer < number
 
 
+def outer(number: int) -> Layers:
+    """So many layers at either end; a block for multi-token prediction is among them."""
+    return lambda layer, count: layer < number or layer >= count - number
+
+
 @dataclass(frozen=True)
 class Rule:
     """Matrices whose names fit one of `names`, without `blk.N.` and `.weight`, have a type."""
@@ -124,6 +129,35 @@ MIXES = {
                 Rule("ffn_gate_exps ffn_up_exps", "IQ2_S"),
                 Rule("ffn_down_exps", "IQ3_S"),
                 Rule("*", "Q6_K"),
+            ),
+        ),
+        Mix(
+            "APEX-Quality",
+            18,
+            "the profile that APEX publishes, and tables in Q6_K, which give the 21.3 GiB of its file",
+            (
+                Rule("*_exps", "Q6_K", outer(5)),
+                Rule("*_exps", "Q5_K", outer(10)),
+                Rule("*_exps", "IQ4_XS"),
+                Rule("*_shexp", "Q8_0"),
+                Rule("*", "Q6_K"),
+            ),
+        ),
+        Mix(
+            "APEX-Nano",
+            12,
+            "the profile that APEX publishes; tables in Q6_K and Q4_K give the 10.88 GiB of its file"
+            " within 1 %",
+            (
+                Rule("output", "Q6_K"),
+                Rule("token_embd", "Q4_K"),
+                Rule("*_exps", "Q3_K", outer(5)),
+                Rule("*_exps", "IQ2_S", outer(10)),
+                Rule("*_exps", "IQ2_XXS"),
+                Rule("*_shexp", "Q5_K", outer(5)),
+                Rule("*_shexp", "Q4_K"),
+                Rule("*", "Q4_K", outer(3)),
+                Rule("*", "Q3_K"),
             ),
         ),
         Mix(

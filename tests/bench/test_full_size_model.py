@@ -98,6 +98,11 @@ def test_types_and_size_are_those_of_published_files() -> None:
 MIX_SIZES = {
     "UD-Q4_K_XL": (22.4e9, {"F32": 361, "Q4_K": 78, "Q5_K": 38, "Q6_K": 4, "Q8_0": 252}),
     "UD-IQ3_S": (12.73 * 2**30, {"F32": 361, "IQ2_S": 80, "IQ3_S": 40, "Q6_K": 252}),
+    "APEX-Quality": (21.3 * 2**30, {"F32": 301, "IQ4_XS": 60, "Q5_K": 30, "Q6_K": 222, "Q8_0": 120}),
+    "APEX-Nano": (
+        10.88 * 2**30,
+        {"F32": 301, "IQ2_XXS": 60, "IQ2_S": 30, "Q3_K": 191, "Q4_K": 120, "Q5_K": 30, "Q6_K": 1},
+    ),
 }
 
 
