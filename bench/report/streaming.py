@@ -145,24 +145,22 @@ def gpu_interleaved() -> str:
 def gpu_cold_rows() -> str:
     """Steps of several rows whose experts are in the host's memory, beside llama.cpp's."""
     r, peer = load("gpu/cold_rows"), peer_figures()
-    before = {(row["gib"], row["rows"]): row["ms"] for row in r["old_rows"]}
-    header = ["experts on the GPU", "rows", "before, ms", "now, ms", "llama.cpp, ms", "ratio"]
+    header = ["experts on the GPU", "rows", "ms", "llama.cpp, ms", "ratio"]
     rows = []
     for row in r["rows"]:
         ms = nearest(peer["rows"], row["resident_bytes"] / row["expert_bytes"])[str(row["rows"])]
-        figures = [before[row["gib"], row["rows"]], row["ms"], ms]
         rows.append(
             [
                 f"{row['gib']:g} GiB",
                 str(row["rows"]),
-                *(f"{each:.1f}" for each in figures),
+                f"{row['ms']:.1f}",
+                f"{ms:.1f}",
                 f"{ms / row['ms']:.1f}×",
                 f"{row['experts_of_a_layer']:.1f}",
                 f"{row['floor_ms']:.1f}",
             ]
         )
-    commits = f"commits {r['old_commit']} and {r['commit']}"
-    where = f"{r['machine']['gpu']}, {r['machine']['cores']} cores, {commits}: `{r['command']} --old DIR`"
+    where = f"{r['machine']['gpu']}, {r['machine']['cores']} cores, commit {r['commit']}: `{r['command']}`"
     return table([*header, "experts of a layer", "floor, ms"], rows) + f"\n{where}; {peer['source']}\n"
 
 
