@@ -167,12 +167,15 @@ class HostDriver:
                 return REFUSED, 0
             self.taken_bytes += size - kept
             self._kept_bytes -= kept
-        memory = np.full(size + ALIGNMENT, RUBBISH, np.uint8)
+        memory = self._new_memory(size + ALIGNMENT)
         address = memory.ctypes.data + -memory.ctypes.data % ALIGNMENT
         self._blocks[address] = memory
         if place != "block":
             self._elsewhere[address] = place
         return DONE, address
+
+    def _new_memory(self, num_bytes: int) -> np.ndarray[Any, Any]:
+        return np.full(num_bytes, RUBBISH, np.uint8)
 
     def cuMemAlloc(self, size: int) -> tuple[object, int]:
         return self.allocate(size, "block")
