@@ -281,6 +281,19 @@ def rms_norm(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(
     out = x / sqrt(mean(x²) + eps) · weight; x and out float32 [T, E], weight [E].
     """
 
+def inject_norm(runtime: Runtime, streams: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')] | None, update: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], injection: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')] | None, weight: Annotated[NDArray[numpy.float32], dict(shape=(None,), device='cpu')], eps: float, total: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], normed: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
+    """
+    `Ops.inject_norm` of streams [T, C·E], update [T, E], injection [T, C] and weight [C·E], into total and normed [T, C·E], float32. `total` may be streams. With streams and injection None, all streams become the update.
+    """
+
+def scaled_silu(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], divisor: int, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
+    """out = silu(x / divisor), all float32 [T, F]. `out` may be x."""
+
+def mix_streams(runtime: Runtime, normed: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], gates: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
+    """
+    out [T, E] = the mean over C streams of normed · sigmoid(gates), both [T, C·E], float32.
+    """
+
 def rope_angles(runtime: Runtime, positions: Annotated[NDArray[numpy.int32], dict(shape=(None,), device='cpu')], theta: float, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), device='cpu')], factors: Annotated[NDArray[numpy.float64], dict(shape=(None,), device='cpu')] | None = None, magnitude: float = 1.0) -> None:
     """
     cos and sin of position · theta^(−i / pairs) · factors[i], times magnitude, into out, float32 [T, pairs, 2]; positions int32 [T], factors float64 [pairs] or None for 1. ValueError when run with a negative position.

@@ -40,7 +40,7 @@ def ffn_of_products(ops: Products, x: Array, weights: FfnWeights) -> Array:
 
 
 class ComposedOps(ABC):
-    """`add_norm`, `router`, `experts` and commits over one operation at a time."""
+    """`add_norm`, `inject_norm`, `router`, `experts` and commits over one operation at a time."""
 
     @abstractmethod
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
@@ -77,6 +77,12 @@ class ComposedOps(ABC):
         """x + y."""
 
     @abstractmethod
+    def inject(
+        self, streams: Array | None, update: Array, injection: Array | None, weight: Array, eps: float
+    ) -> tuple[Array, Array]:
+        """`Ops.inject_norm` of a plain update."""
+
+    @abstractmethod
     def choose_experts(self, x: Array, weight: Weight, num_experts_per_tok: int) -> tuple[Array, Array]:
         """Softmax over all experts, top-k (ties: lowest id), renormalised: int32 ids and weights, [T, K]."""
 
@@ -102,11 +108,25 @@ class ComposedOps(ABC):
         *,
         for_router: bool = False,
     ) -> tuple[Array, Array]:
-        if isinstance(update, ExpertOutputs):
-            routing = update.routing
-            update = self.combine_experts(update.routed, routing.weights, update.shared, routing.shared_gate)
-        x = self.add(x, update)
+        x = self.add(x, self._combined(update))
         return x, self.rms_norm(x, weight, eps)
+
+    def inject_norm(
+        self,
+        streams: Array | None,
+        update: Array | ExpertOutputs,
+        injection: Array | None,
+        weight: Array,
+        eps: float,
+    ) -> tuple[Array, Array]:
+        return self.inject(streams, self._combined(update), injection, weight, eps)
+
+    def _combined(self, update: Array | ExpertOutputs) -> Array:
+        """The update itself, or the sum of the experts."""
+        if not isinstance(update, ExpertOutputs):
+            return update
+        routing = update.routing
+        return self.combine_experts(update.routed, routing.weights, update.shared, routing.shared_gate)
 
     def load_ffn_weight(self, file: GGUFFile, info: TensorInfo) -> Weight:
         return self.load_weight(file, info)

@@ -204,6 +204,23 @@ class CpuOps(ComposedOps):
         _csrc.add(self._runtime, x, y, out)
         return out
 
+    def inject(
+        self, streams: Array | None, update: Array, injection: Array | None, weight: Array, eps: float
+    ) -> tuple[Array, Array]:
+        total, normed = (self._empty(update.shape[0], len(weight)) for _ in range(2))
+        _csrc.inject_norm(self._runtime, streams, update, injection, weight, eps, total, normed)
+        return total, normed
+
+    def scaled_silu(self, x: Array, divisor: int) -> Array:
+        out = self._empty(*x.shape)
+        _csrc.scaled_silu(self._runtime, x, divisor, out)
+        return out
+
+    def mix_streams(self, normed: Array, gates: Array, num_streams: int) -> Array:
+        out = self._empty(normed.shape[0], normed.shape[1] // num_streams)
+        _csrc.mix_streams(self._runtime, normed, gates, out)
+        return out
+
     def swiglu(self, gate: Array, up: Array) -> Array:
         out = self._empty(*gate.shape)
         _csrc.swiglu(self._runtime, gate, up, out)

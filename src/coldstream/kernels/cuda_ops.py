@@ -47,6 +47,7 @@ from coldstream.kernels.gated_delta_net.cuda import (
     delta_net_prefill_cuda,
     delta_net_replay_cuda,
 )
+from coldstream.kernels.hyper_connections.cuda import inject_norm_cuda, mix_streams_cuda, scaled_silu_cuda
 from coldstream.kernels.ops import (
     AttentionHeads,
     AttentionInputs,
@@ -162,6 +163,31 @@ class CudaOps(CudaProducts):
             return total, replace(out, before=NormBefore(x, update, total, weight, eps, out.quantised))
         self.launch(add_rms_norm_cuda, x, update, total, weight, eps, out.values, out.quantised)
         return total, out
+
+    def inject_norm(
+        self,
+        streams: DeviceArray | None,
+        update: DeviceArray | ExpertOutputs,
+        injection: DeviceArray | None,
+        weight: DeviceArray,
+        eps: float,
+    ) -> tuple[DeviceArray, Activations]:
+        rows = len(update.routed) if isinstance(update, ExpertOutputs) else len(update)
+        total, out = self.empty(rows, weight.numel()), self.activations(rows, weight.numel())
+        self.launch(
+            inject_norm_cuda, streams, update, injection, total, weight, eps, out.values, out.quantised
+        )
+        return total, out
+
+    def scaled_silu(self, x: DeviceArray, divisor: int) -> Activations:
+        out = self.activations(*x.shape)
+        self.launch(scaled_silu_cuda, x, divisor, out.values, out.quantised)
+        return out
+
+    def mix_streams(self, normed: Activations, gates: DeviceArray, num_streams: int) -> Activations:
+        out = self.activations(normed.shape[0], normed.shape[1] // num_streams)
+        self.launch(mix_streams_cuda, normed.values, gates, out.values, out.quantised)
+        return out
 
     def rope_angles(self, positions: DeviceArray, rope: RopeSpec) -> DeviceArray:
         if rope not in self._rope_tables:

@@ -307,6 +307,26 @@ class Ops(Protocol):
         last only where there is a shared expert, and its weight 1 where it has no gate.
         """
 
+    def inject_norm(
+        self,
+        streams: Array | None,
+        update: Array | ExpertOutputs,
+        injection: Array | None,
+        weight: Array,
+        eps: float,
+    ) -> tuple[Array, Array]:
+        """C residual streams side by side after an update, and the `rms_norm` of each, both [T, C·E].
+
+        A stream c becomes itself + 2 · sigmoid(injection_c / C) · update, for streams [T, C·E] and injection
+        [T, C]. With neither, all streams become the update. update: as in `add_norm`. weight: [C·E].
+        """
+
+    def scaled_silu(self, x: Array, divisor: int) -> Array:
+        """silu(x / divisor), [T, F]."""
+
+    def mix_streams(self, normed: Array, gates: Array, num_streams: int) -> Array:
+        """The mean over C streams of normed · sigmoid(gates), both [T, C·E]: [T, E]."""
+
     def swiglu(self, gate: Array, up: Array) -> Array:
         """silu(gate) · up, both [T, F]."""
 

@@ -16,6 +16,7 @@ from coldstream.kernels.experts.reference import combine_experts, multiply_add, 
 from coldstream.kernels.gated_delta_net.batch import gated_delta_net_batch
 from coldstream.kernels.gated_delta_net.exact import gated_delta_net_exact
 from coldstream.kernels.gated_delta_net.reference import gated_delta_net
+from coldstream.kernels.hyper_connections import reference as hyper_connections
 from coldstream.kernels.linear.reference import linear, linear_exact
 from coldstream.kernels.ops import (
     AttentionHeads,
@@ -58,6 +59,11 @@ class ReferenceOps(ComposedOps):
         self._gated_delta_net = gated_delta_net_exact if exact else gated_delta_net
         self._choose_experts = choose_experts_exact if exact else choose_experts
         self._activate = swiglu_exact if exact else swiglu
+        streams = hyper_connections
+        self._inject = streams.inject_exact if exact else streams.inject
+        self._norm_streams = streams.norm_streams_exact if exact else streams.norm_streams
+        self._scaled_silu = streams.scaled_silu_exact if exact else streams.scaled_silu
+        self._mix_streams = streams.mix_streams_exact if exact else streams.mix_streams
         self._fma = exact_arithmetic.fma if exact else multiply_add
         self._sigmoid = exact_arithmetic.sigmoid if exact else torch.sigmoid
 
@@ -116,6 +122,24 @@ class ReferenceOps(ComposedOps):
 
     def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return self._activate(gate, up)
+
+    def inject(
+        self,
+        streams: torch.Tensor | None,
+        update: torch.Tensor,
+        injection: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        size = update.shape[-1]
+        total = self._inject(streams, update, injection, weight.numel() // size)
+        return total, self._norm_streams(total, weight, eps, size)
+
+    def scaled_silu(self, x: torch.Tensor, divisor: int) -> torch.Tensor:
+        return self._scaled_silu(x, divisor)
+
+    def mix_streams(self, normed: torch.Tensor, gates: torch.Tensor, num_streams: int) -> torch.Tensor:
+        return self._mix_streams(normed, gates, num_streams)
 
     def rope_angles(self, positions: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
         return rope_angles(positions, rope)

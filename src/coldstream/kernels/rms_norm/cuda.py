@@ -14,16 +14,16 @@ from coldstream.kernels.ops import ExpertOutputs
 # Keyed by whether all rows are aligned.
 NORM, ADD = "rms_norm_rows<{}>", "add_rms_norm_rows<{}>"
 PAIR = "rms_norm_pair_rows"  # of aligned rows only
-COMBINE = "combine_rms_norm_rows<{}, no_shared>"
-COMBINE_PLAIN = "combine_rms_norm_rows<{}, plain_shared>"
-COMBINE_GATED = "combine_rms_norm_rows<{}, gated_shared>"
+COMBINE = "combine_rms_norm_rows<{}, {}>"
+# As `SharedExpert` of expert_sum.cuh.
+SHARED_KINDS = NO_SHARED, PLAIN_SHARED, GATED_SHARED = ("no_shared", "plain_shared", "gated_shared")
 PROGRAM = CudaProgram(
     Path(__file__).with_name("rms_norm.cu"),
     (
         PAIR,
         *(
             kernel.format(aligned)
-            for kernel in (NORM, ADD, COMBINE, COMBINE_PLAIN, COMBINE_GATED)
+            for kernel in (NORM, ADD, *(COMBINE.format("{}", kind) for kind in SHARED_KINDS))
             for aligned in ("true", "false")
         ),
     ),
@@ -103,36 +103,37 @@ def add_rms_norm_cuda(
         args: list[Argument] = [x, update, total]
         _launch(ADD, args, (x, update, total), x.shape[1], weight, eps, out, quantized)
         return
-    topk_weights, shared_gate = update.routing.weights, update.routing.shared_gate
-    num_ranks = topk_weights.shape[1]
-    if tuple(update.routed.shape) != (x.shape[0], num_ranks, x.shape[1]):
+    if update.routed.shape[::2] != x.shape:
         raise ValueError(f"outputs of experts {tuple(update.routed.shape)} for rows {tuple(x.shape)}")
+    kind, of_experts = sum_of_experts(update)
+    shared = () if update.shared is None else (update.shared,)
+    tensors = (x, update.routed, *shared, total)
+    kernel = COMBINE.format("{}", kind)
+    _launch(kernel, [x, *of_experts, total], tensors, x.shape[1], weight, eps, out, quantized)
+
+
+def sum_of_experts(update: ExpertOutputs) -> tuple[str, list[Argument]]:
+    """How kernels add the shared expert, and what they take for the sum of the experts (`ExpertWait`).
+
+    ValueError if shapes disagree.
+    """
+    topk_weights, shared_gate = update.routing.weights, update.routing.shared_gate
+    rows, num_ranks, _ = update.routed.shape
+    if tuple(topk_weights.shape) != (rows, num_ranks):
+        raise ValueError(f"weights {tuple(topk_weights.shape)} of experts for {rows} rows of {num_ranks}")
+    if not all(weights is None or weights.is_contiguous() for weights in (topk_weights, shared_gate)):
+        raise ValueError("the weights of experts must be contiguous")
+    if update.shared is None and shared_gate is not None:
+        raise ValueError("a gate without its shared expert")
     elsewhere = update.elsewhere
     cpu_ids, cpu_rows, answer, stamps = (None, None, Answer(), None)
     if elsewhere is not None:
         cpu_ids, cpu_rows, stamps = elsewhere.ids, elsewhere.rows, elsewhere.stamps
         answer = Answer(done=elsewhere.done.data_ptr(), late=elsewhere.done[1:].data_ptr())
-    args = [
-        x, update.routed, topk_weights, num_ranks, update.shared, shared_gate, cpu_ids, cpu_rows, answer,
-        stamps, total,
+    ungated = NO_SHARED if update.shared is None else PLAIN_SHARED
+    return ungated if shared_gate is None else GATED_SHARED, [
+        update.routed, topk_weights, num_ranks, update.shared, shared_gate, cpu_ids, cpu_rows, answer, stamps,
     ]  # fmt: skip
-    if update.shared is None and shared_gate is not None:
-        raise ValueError("a gate without its shared expert")
-    shared = () if update.shared is None else (update.shared,)
-    if not all(weights is None or weights.is_contiguous() for weights in (topk_weights, shared_gate)):
-        raise ValueError("the weights of experts must be contiguous")
-    tensors = (x, update.routed, *shared, total)
-    ungated = COMBINE_PLAIN if shared else COMBINE
-    _launch(
-        ungated if shared_gate is None else COMBINE_GATED,
-        args,
-        tensors,
-        x.shape[1],
-        weight,
-        eps,
-        out,
-        quantized,
-    )
 
 
 @declared_in("rms_norm/norm_row.cuh")

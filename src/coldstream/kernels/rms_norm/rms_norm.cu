@@ -1,6 +1,6 @@
 // RMS norm of rows, with the sum x + update before it and the quantisation after it in the same launch. One
 // block a row; see cuda.py for the launchers.
-#include "cuda/answer.cuh"
+#include "rms_norm/expert_sum.cuh"
 #include "rms_norm/norm_row.cuh"
 
 using namespace coldstream;
@@ -8,66 +8,6 @@ using namespace coldstream;
 constexpr int max_threads = 512;
 
 extern __shared__ float4 dynamic_shared[];  // x of the row, or x + update, padded with zeros to whole groups
-
-// The experts' outputs of one token, kept apart by rank, and the shared expert's.
-struct Experts {
-  const float* routed;   // [ranks, cols]
-  const float* weights;  // [ranks]
-  int num_ranks;
-  const float* shared;       // [cols]
-  const float* shared_gate;  // one; null for a weight of 1
-  const int* cpu_ids;        // [ranks], −1 for rows in `routed`; null: all are
-  const float* cpu_rows;     // [ranks, cols], in the host's memory
-};
-
-constexpr int ranks_at_once = 8;
-
-// Adds the experts of ranks first … first + 7 that exist, and loads all before it adds the first.
-template <bool aligned>
-__device__ __forceinline__ float4 add_ranks(const Experts& experts, int first, int i, int cols, float4 sum) {
-  float4 values[ranks_at_once];
-  float weights[ranks_at_once];
-#pragma unroll
-  for (int k = 0; k < ranks_at_once; k++) {
-    if (first + k >= experts.num_ranks) continue;
-    values[k] = load_four<aligned>(experts.routed + int64_t(first + k) * cols, i, cols);
-    weights[k] = experts.weights[first + k];
-  }
-  if (experts.cpu_ids != nullptr) {
-#pragma unroll
-    for (int k = 0; k < ranks_at_once; k++) {
-      if (first + k >= experts.num_ranks || experts.cpu_ids[first + k] < 0) continue;
-      values[k] = load_four<aligned>(experts.cpu_rows + int64_t(first + k) * cols, i, cols);
-    }
-  }
-#pragma unroll
-  for (int k = 0; k < ranks_at_once; k++) {
-    if (first + k < experts.num_ranks) sum = fma_four(weights[k], values[k], sum);
-  }
-  return sum;
-}
-
-// How the shared expert is added: times the sigmoid of its gate, or with weight 1.
-enum SharedExpert { no_shared, plain_shared, gated_shared };
-
-// The experts' sum at four columns: by rank, then the shared one if there is one.
-template <bool aligned, SharedExpert kind>
-__device__ __forceinline__ float4 combine_experts(const Experts& experts, int i, int cols) {
-  float4 shared;
-  float shared_gate;
-  if constexpr (kind != no_shared) shared = load_four<aligned>(experts.shared, i, cols);
-  if constexpr (kind == gated_shared) shared_gate = *experts.shared_gate;
-  float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
-  for (int first = 0; first < experts.num_ranks; first += ranks_at_once) {
-    sum = add_ranks<aligned>(experts, first, i, cols, sum);
-  }
-  if constexpr (kind == gated_shared)
-    return fma_four(exact_sigmoid(shared_gate), shared, sum);
-  else if constexpr (kind == plain_shared)
-    return sum + shared;
-  else
-    return sum;
-}
 
 // (x · s) · w of the row in shared memory, a group by each warp in turn; `w` holds those of the warp's first
 // group.
@@ -150,8 +90,7 @@ __global__ void __launch_bounds__(max_threads)
   norm_row<aligned>(norm, first_weights, out);
 }
 
-// The same with the sum of the experts as update. The first thread adds the layer's times to its stamps, if
-// there are any; those of its own row stand for all rows.
+// The same with the sum of the experts as update.
 template <bool aligned, SharedExpert kind>
 __global__ void __launch_bounds__(max_threads)
     combine_rms_norm_rows(const float* x, const float* routed, const float* topk_weights, int num_ranks,
@@ -159,35 +98,17 @@ __global__ void __launch_bounds__(max_threads)
                           const float* cpu_rows, const __grid_constant__ Answer answer, LayerStamps* stamps,
                           float* sum, Norm norm, NormOutputs out) {
   const Eight first_weights = load_eight<aligned>(norm.weight, threadIdx.x / warp_size, norm.cols);
-  // The places of pairs, and the router's times, were written before the previous kernel began.
-  const bool keeps_time = stamps != nullptr && blockIdx.x == 0 && threadIdx.x == 0;
-  RouterStamps router{};
-  if (keeps_time) router = stamps->router;
-  bool is_waiting = false;
-  if (cpu_ids != nullptr) {
-    is_waiting =
-        __syncthreads_or(threadIdx.x < num_ranks && cpu_ids[blockIdx.x * num_ranks + threadIdx.x] >= 0);
-  }
-  uint64_t* sums = nullptr;
-  if (keeps_time) sums = note_router(stamps, router);
-  uint64_t begins = 0, answered = 0;
+  ExpertWait wait(cpu_ids, num_ranks, stamps);
   wait_for_previous_grid();
   release_next_grid();
-  if (keeps_time) begins = answered = now_ns();
-  if (is_waiting) {
-    if (threadIdx.x == 0) {
-      wait_for_answer(answer);
-      if (keeps_time) answered = now_ns();
-    }
-    __syncthreads();
-  }
+  wait.wait(answer);
   const int64_t token = blockIdx.x, begin = token * norm.cols;
   const Experts experts{routed + begin * num_ranks,
                         topk_weights + token * num_ranks,
                         num_ranks,
                         shared + begin,
                         shared_gate + token,
-                        is_waiting ? cpu_ids + token * num_ranks : nullptr,
+                        wait.is_waiting ? cpu_ids + token * num_ranks : nullptr,
                         cpu_rows + begin * num_ranks};
   for (int i = 4 * threadIdx.x; i < norm.padded; i += 4 * blockDim.x) {
     float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -198,5 +119,5 @@ __global__ void __launch_bounds__(max_threads)
     dynamic_shared[i / 4] = v;
   }
   norm_row<aligned>(norm, first_weights, out);
-  if (keeps_time) note_end(sums, begins, answered);
+  wait.end();
 }

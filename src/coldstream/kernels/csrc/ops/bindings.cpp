@@ -31,6 +31,52 @@ void rms_norm(Runtime& rt, const Array2d& x, const Array1d& weight, float eps, c
   submit_with(rt, std::move(next), rows, x, weight, out);
 }
 
+void inject_norm(Runtime& rt, const std::optional<Array2d>& streams, const Array2d& update,
+                 const std::optional<Array2d>& injection, const Array1d& weight, float eps,
+                 const Array2d& total, const Array2d& normed) {
+  const int64_t rows = size_of(update, 0), size = size_of(update, 1), width = size_of(weight, 0);
+  if (size < 1 || width % size != 0) {
+    refuse(std::to_string(width) + " weights are no whole number of streams of " + std::to_string(size));
+  }
+  if (streams.has_value() != injection.has_value()) refuse("streams come with the weights of their update");
+  const InjectArguments arguments = {
+      .streams = streams ? input(*streams, "streams", rows, width) : InputRows{},
+      .injection = injection ? input(*injection, "injection", rows, width / size) : InputRows{},
+      .update = input(update, "update", rows, size),
+      .weight = vector(weight, "weight", width),
+      .eps = eps,
+      .total = output(total, "total", rows, width),
+      .normed = output(normed, "normed", rows, width),
+      .num_streams = width / size,
+      .size = size,
+  };
+  auto next = make_inject_norm(kernels_of(rt), arguments);
+  if (streams) {
+    submit_with(rt, std::move(next), rows, *streams, update, *injection, weight, total, normed);
+  } else {
+    submit_with(rt, std::move(next), rows, update, weight, total, normed);
+  }
+}
+
+void scaled_silu(Runtime& rt, const Array2d& x, int64_t divisor, const Array2d& out) {
+  const int64_t rows = size_of(x, 0), size = size_of(x, 1);
+  if (divisor < 1) refuse("a divisor of " + std::to_string(divisor));
+  auto next = make_scaled_silu(kernels_of(rt), input(x, "x", rows, size), static_cast<float>(divisor),
+                               output(out, "out", rows, size), size);
+  submit_with(rt, std::move(next), rows, x, out);
+}
+
+void mix_streams(Runtime& rt, const Array2d& normed, const Array2d& gates, const Array2d& out) {
+  const int64_t rows = size_of(normed, 0), width = size_of(normed, 1), size = size_of(out, 1);
+  if (size < 1 || width % size != 0) {
+    refuse(std::to_string(width) + " values are no whole number of streams of " + std::to_string(size));
+  }
+  auto next = make_mix_streams(kernels_of(rt), input(normed, "normed", rows, width),
+                               input(gates, "gates", rows, width), output(out, "out", rows, size),
+                               width / size, size);
+  submit_with(rt, std::move(next), rows, normed, gates, out);
+}
+
 void rope_angles(Runtime& rt, const Ids1d& positions, double theta, const Array3d& out,
                  const std::optional<Doubles1d>& factors, double magnitude) {
   const int64_t rows = size_of(positions, 0), num_pairs = size_of(out, 1);
@@ -125,6 +171,17 @@ void bind_row_ops(nb::module_& m) {
   m.def("rms_norm", rms_norm, "runtime"_a, nb::arg("x").noconvert(), nb::arg("weight").noconvert(), "eps"_a,
         nb::arg("out").noconvert(),
         "out = x / sqrt(mean(x²) + eps) · weight; x and out float32 [T, E], weight [E].");
+  m.def("inject_norm", inject_norm, "runtime"_a, nb::arg("streams").noconvert().none(),
+        nb::arg("update").noconvert(), nb::arg("injection").noconvert().none(), nb::arg("weight").noconvert(),
+        "eps"_a, nb::arg("total").noconvert(), nb::arg("normed").noconvert(),
+        "`Ops.inject_norm` of streams [T, C·E], update [T, E], injection [T, C] and weight [C·E], into total "
+        "and normed [T, C·E], float32. `total` may be streams. With streams and injection None, all streams "
+        "become the update.");
+  m.def("scaled_silu", scaled_silu, "runtime"_a, nb::arg("x").noconvert(), "divisor"_a,
+        nb::arg("out").noconvert(), "out = silu(x / divisor), all float32 [T, F]. `out` may be x.");
+  m.def("mix_streams", mix_streams, "runtime"_a, nb::arg("normed").noconvert(), nb::arg("gates").noconvert(),
+        nb::arg("out").noconvert(),
+        "out [T, E] = the mean over C streams of normed · sigmoid(gates), both [T, C·E], float32.");
   m.def(
       "rope_angles", rope_angles, "runtime"_a, nb::arg("positions").noconvert(), "theta"_a,
       nb::arg("out").noconvert(), nb::arg("factors").noconvert().none() = nb::none(), "magnitude"_a = 1.0,

@@ -128,6 +128,15 @@ struct FloatKernels {
   void (*combine)(const float* routed, int64_t stride, const float* weights, int64_t k, const float* shared,
                   const float* gate, float* out, int64_t n);
 
+  // out = x + 2 · sigmoid(*logit / divisor) · update
+  void (*inject)(const float* x, const float* update, const float* logit, float divisor, float* out,
+                 int64_t n);
+  // out = silu(x / divisor)
+  void (*scaled_silu)(const float* x, float divisor, float* out, int64_t n);
+  // out = Σ_c sigmoid(gates[c · stride]) · x[c · stride] / count, c ascending below count
+  void (*mix_streams)(const float* x, const float* gates, int64_t stride, int64_t count, float* out,
+                      int64_t n);
+
   // Rotates pairs (i, i + num_pairs) by angles [num_pairs, 2] of cos and sin, then multiplies all by scale.
   void (*rope)(float* head, const float* angles, int64_t num_pairs, float scale, int64_t head_size);
   CacheKernels caches[num_cache_types];

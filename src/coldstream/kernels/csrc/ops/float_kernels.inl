@@ -86,6 +86,33 @@ static void l2_norm(float* x, float eps, float scale, int64_t n) {
   }
 }
 
+static void inject(const float* x, const float* update, const float* logit, float divisor, float* out,
+                   int64_t n) {
+  const Vec16 weight = mul16(splat16(2.0f), sigmoid16(splat16(*logit / divisor)));
+  for (int64_t i = 0; i < n; i += 16) {
+    store16(out + i, fma16(weight, load16(update + i, n - i), load16(x + i, n - i)), n - i);
+  }
+}
+
+static void scaled_silu(const float* x, float divisor, float* out, int64_t n) {
+  for (int64_t i = 0; i < n; i += 16) {
+    store16(out + i, silu16(div16(load16(x + i, n - i), splat16(divisor))), n - i);
+  }
+}
+
+static void mix_streams(const float* x, const float* gates, int64_t stride, int64_t count, float* out,
+                        int64_t n) {
+  const Vec16 divisor = splat16(static_cast<float>(count));
+  for (int64_t i = 0; i < n; i += 16) {
+    Vec16 sum = zero16();
+    for (int64_t c = 0; c < count; c++) {
+      const int64_t at = c * stride + i;
+      sum = fma16(sigmoid16(load16(gates + at, n - i)), load16(x + at, n - i), sum);
+    }
+    store16(out + i, div16(sum, divisor), n - i);
+  }
+}
+
 static void combine(const float* routed, int64_t stride, const float* weights, int64_t k, const float* shared,
                     const float* gate, float* out, int64_t n) {
   const Vec16 shared_weight = gate == nullptr ? splat16(1.0f) : sigmoid16(splat16(*gate));

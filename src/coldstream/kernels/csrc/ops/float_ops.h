@@ -60,6 +60,23 @@ std::unique_ptr<Op> make_swiglu(const FloatKernels& kernels, InputRows gate, Inp
                                 int64_t size);
 std::unique_ptr<Op> make_rms_norm(const FloatKernels& kernels, InputRows x, const float* weight, float eps,
                                   OutputRows out, int64_t size);
+// C residual streams side by side, after an update, and the norm of each.
+struct InjectArguments {
+  InputRows streams;    // [T, C · size]; null data: every stream becomes the update
+  InputRows injection;  // [T, C]; null data if streams are
+  InputRows update;     // [T, size]
+  const float* weight;  // [C · size]
+  float eps;
+  OutputRows total, normed;  // [T, C · size]
+  int64_t num_streams, size;
+};
+std::unique_ptr<Op> make_inject_norm(const FloatKernels& kernels, const InjectArguments& arguments);
+std::unique_ptr<Op> make_scaled_silu(const FloatKernels& kernels, InputRows x, float divisor, OutputRows out,
+                                     int64_t size);
+// normed and gates [T, C · size], out [T, size]
+std::unique_ptr<Op> make_mix_streams(const FloatKernels& kernels, InputRows normed, InputRows gates,
+                                     OutputRows out, int64_t num_streams, int64_t size);
+
 struct RopeArguments {
   int64_t num_dims;
   double theta;

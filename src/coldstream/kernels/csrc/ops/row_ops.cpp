@@ -73,6 +73,77 @@ class RmsNormOp : public Op {
   int64_t size_;
 };
 
+class InjectNormOp : public Op {
+ public:
+  InjectNormOp(const FloatKernels& kernels, const InjectArguments& arguments)
+      : kernels_(kernels), a_(arguments) {}
+  const char* name() const override { return "inject_norm"; }
+  bool runs_alone(int, int rows) const override { return rows * a_.num_streams * a_.size <= small_work; }
+  void run(int, int rows, Worker& w) override {
+    for_each_row(w, static_cast<int>(rows * a_.num_streams), a_.size, [&](int64_t index) {
+      const int64_t row = index / a_.num_streams, stream = index % a_.num_streams, begin = stream * a_.size;
+      float* total = a_.total.row(row) + begin;
+      if (a_.streams.data == nullptr) {
+        std::copy_n(a_.update.row(row), a_.size, total);
+      } else {
+        kernels_.inject(a_.streams.row(row) + begin, a_.update.row(row), a_.injection.row(row) + stream,
+                        static_cast<float>(a_.num_streams), total, a_.size);
+      }
+      kernels_.rms_norm(total, a_.weight + begin, a_.eps, a_.normed.row(row) + begin, a_.size);
+    });
+  }
+
+ private:
+  const FloatKernels& kernels_;
+  const InjectArguments a_;
+};
+
+class ScaledSiluOp : public Op {
+ public:
+  ScaledSiluOp(const FloatKernels& kernels, InputRows x, float divisor, OutputRows out, int64_t size)
+      : kernels_(kernels), x_(x), divisor_(divisor), out_(out), size_(size) {}
+  const char* name() const override { return "scaled_silu"; }
+  bool runs_alone(int, int rows) const override { return rows * size_ <= small_work; }
+  void run(int, int rows, Worker& w) override {
+    for_each_piece(w, rows, size_, [&](int64_t row, int64_t begin, int64_t count) {
+      kernels_.scaled_silu(x_.row(row) + begin, divisor_, out_.row(row) + begin, count);
+    });
+  }
+
+ private:
+  const FloatKernels& kernels_;
+  InputRows x_;
+  float divisor_;
+  OutputRows out_;
+  int64_t size_;
+};
+
+class MixStreamsOp : public Op {
+ public:
+  MixStreamsOp(const FloatKernels& kernels, InputRows normed, InputRows gates, OutputRows out,
+               int64_t num_streams, int64_t size)
+      : kernels_(kernels),
+        normed_(normed),
+        gates_(gates),
+        out_(out),
+        num_streams_(num_streams),
+        size_(size) {}
+  const char* name() const override { return "mix_streams"; }
+  bool runs_alone(int, int rows) const override { return rows * num_streams_ * size_ <= small_work; }
+  void run(int, int rows, Worker& w) override {
+    for_each_piece(w, rows, size_, [&](int64_t row, int64_t begin, int64_t count) {
+      kernels_.mix_streams(normed_.row(row) + begin, gates_.row(row) + begin, size_, num_streams_,
+                           out_.row(row) + begin, count);
+    });
+  }
+
+ private:
+  const FloatKernels& kernels_;
+  InputRows normed_, gates_;
+  OutputRows out_;
+  int64_t num_streams_, size_;
+};
+
 class RopeAnglesOp : public Op {
  public:
   RopeAnglesOp(const RopeArguments& rope, const int32_t* positions, OutputRows out)
@@ -229,6 +300,20 @@ std::unique_ptr<Op> make_swiglu(const FloatKernels& kernels, InputRows gate, Inp
 std::unique_ptr<Op> make_rms_norm(const FloatKernels& kernels, InputRows x, const float* weight, float eps,
                                   OutputRows out, int64_t size) {
   return std::make_unique<RmsNormOp>(kernels, x, weight, eps, out, size);
+}
+
+std::unique_ptr<Op> make_inject_norm(const FloatKernels& kernels, const InjectArguments& arguments) {
+  return std::make_unique<InjectNormOp>(kernels, arguments);
+}
+
+std::unique_ptr<Op> make_scaled_silu(const FloatKernels& kernels, InputRows x, float divisor, OutputRows out,
+                                     int64_t size) {
+  return std::make_unique<ScaledSiluOp>(kernels, x, divisor, out, size);
+}
+
+std::unique_ptr<Op> make_mix_streams(const FloatKernels& kernels, InputRows normed, InputRows gates,
+                                     OutputRows out, int64_t num_streams, int64_t size) {
+  return std::make_unique<MixStreamsOp>(kernels, normed, gates, out, num_streams, size);
 }
 
 std::unique_ptr<Op> make_rope_angles(const RopeArguments& rope, const int32_t* positions, OutputRows out) {

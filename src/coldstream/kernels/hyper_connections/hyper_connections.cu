@@ -1,0 +1,154 @@
+// Residual streams that lie side by side in a row: an update of all of them with the norm of each, the gate
+// of their mixture, and the mixture itself. See reference.py for their meaning and cuda.py for the launchers.
+#include "rms_norm/expert_sum.cuh"
+#include "rms_norm/norm_row.cuh"
+
+using namespace coldstream;
+
+constexpr int max_threads = 512, max_streams = 8;
+
+extern __shared__ float4 dynamic_shared[];  // the streams of a row, padded with zeros to whole groups
+
+struct StreamRows {
+  const float* x;          // [rows, streams · size]; null: every stream becomes the update
+  const float* injection;  // [rows, streams], logits of its weights; null if x is
+  float* sum;              // [rows, streams · size]; may be x
+  int num_streams;
+  int size;  // a multiple of 8
+};
+
+// 1 / sqrt(mean of squares + eps) of `size` values in shared memory, in all lanes of a warp.
+__device__ __forceinline__ float inverse_norm_of_stream(const float* x, int size, float eps) {
+  float p = 0.0f;
+#pragma unroll 8
+  for (int i = threadIdx.x % 16; i < size; i += 16) p = __fmaf_rn(x[i], x[i], p);
+  return inverse_sqrt(sum_of_sixteen_lanes(p, 1) / float(size) + eps);
+}
+
+// The row of this block. update(i): the update at columns i … i + 3. The norm has as many columns as all
+// streams together.
+template <typename Update>
+__device__ __forceinline__ void inject_row(const StreamRows& streams, const Update& update, const Norm& norm,
+                                           const NormOutputs& out) {
+  __shared__ float weights[max_streams], scales[max_streams];
+  const int64_t row = blockIdx.x, begin = row * norm.cols;
+  const int size = streams.size, num_streams = streams.num_streams;
+  if (streams.x && threadIdx.x < num_streams) {
+    const float logit = streams.injection[row * num_streams + threadIdx.x];
+    weights[threadIdx.x] = 2.0f * exact_sigmoid(logit / float(num_streams));
+  }
+  __syncthreads();
+  for (int i = 4 * threadIdx.x; i < size; i += 4 * blockDim.x) {
+    const float4 added = update(i);
+    for (int c = 0; c < num_streams; c++) {
+      const int at = c * size + i;
+      float4 v = added;
+      if (streams.x) v = fma_four(weights[c], added, load_four<true>(streams.x + begin, at, norm.cols));
+      store_four<true>(streams.sum + begin, at, norm.cols, v);
+      dynamic_shared[at / 4] = v;
+    }
+  }
+  __syncthreads();
+  const float* shared = reinterpret_cast<const float*>(dynamic_shared);
+  const int warp = threadIdx.x / warp_size, num_warps = blockDim.x / warp_size;
+  for (int c = warp; c < num_streams; c += num_warps) {
+    const float found = inverse_norm_of_stream(shared + c * size, size, norm.eps);
+    if (threadIdx.x % warp_size == 0) scales[c] = found;
+  }
+  __syncthreads();
+  const QuantRow quantised = quant_row(out.q, out.scales, out.sums, row, norm.padded);
+  for (int group = warp; group < norm.padded / group_elements; group += num_warps) {
+    const int first = group * group_elements + 8 * (threadIdx.x % warp_size);
+    float y[8] = {};
+    if (first < norm.cols) {
+      const Eight x = {dynamic_shared[first / 4], dynamic_shared[first / 4 + 1]};
+      scale_eight(x, scales[first / size], load_eight<true>(norm.weight, group, norm.cols), y);
+    }
+    store_eight<true>(out.y + begin, group, norm.cols, y);
+    store_group(quantize_group(y), quantised, group);
+  }
+}
+
+// grid (rows); dynamic shared memory: 4 · padded bytes. As all kernels here.
+__global__ void __launch_bounds__(max_threads)
+    inject_norm_rows(StreamRows streams, const float* update, Norm norm, NormOutputs out) {
+  wait_for_previous_grid();
+  release_next_grid();
+  const float* row = update + int64_t(blockIdx.x) * streams.size;
+  const auto at = [&](int i) { return load_four<true>(row, i, streams.size); };
+  inject_row(streams, at, norm, out);
+}
+
+// The same with the sum of the experts as update.
+template <SharedExpert kind>
+__global__ void __launch_bounds__(max_threads)
+    inject_experts_norm_rows(StreamRows streams, const float* routed, const float* topk_weights,
+                             int num_ranks, const float* shared, const float* shared_gate, const int* cpu_ids,
+                             const float* cpu_rows, const __grid_constant__ Answer answer,
+                             LayerStamps* stamps, Norm norm, NormOutputs out) {
+  ExpertWait wait(cpu_ids, num_ranks, stamps);
+  wait_for_previous_grid();
+  release_next_grid();
+  wait.wait(answer);
+  const int64_t token = blockIdx.x, begin = token * streams.size;
+  const Experts experts{routed + begin * num_ranks,
+                        topk_weights + token * num_ranks,
+                        num_ranks,
+                        shared + begin,
+                        shared_gate + token,
+                        wait.is_waiting ? cpu_ids + token * num_ranks : nullptr,
+                        cpu_rows + begin * num_ranks};
+  const auto at = [&](int i) { return combine_experts<true, kind>(experts, i, streams.size); };
+  inject_row(streams, at, norm, out);
+  wait.end();
+}
+
+// silu(x / divisor) of rows, as floats and quantised: a warp for each group of 256 columns. grid (rows,
+// groups / warps).
+template <bool aligned>
+__global__ void __launch_bounds__(max_threads)
+    scaled_silu_rows(const float* x, float divisor, int cols, int padded, NormOutputs out) {
+  wait_for_previous_grid();
+  release_next_grid();
+  const int group = (blockIdx.y * blockDim.x + threadIdx.x) / warp_size;
+  if (group >= padded / group_elements) return;
+  const int64_t row = blockIdx.x;
+  const Eight v = load_eight<aligned>(x + row * cols, group, cols);
+  const float result[8] = {exact_silu(v.low.x / divisor),  exact_silu(v.low.y / divisor),
+                           exact_silu(v.low.z / divisor),  exact_silu(v.low.w / divisor),
+                           exact_silu(v.high.x / divisor), exact_silu(v.high.y / divisor),
+                           exact_silu(v.high.z / divisor), exact_silu(v.high.w / divisor)};
+  store_eight<aligned>(out.y + row * cols, group, cols, result);
+  store_group(quantize_group(result), quant_row(out.q, out.scales, out.sums, row, padded), group);
+}
+
+// gates · normed + sum, of which the gates are opened.
+__device__ __forceinline__ float4 add_gated(float4 gates, float4 normed, float4 sum) {
+  return {
+      __fmaf_rn(exact_sigmoid(gates.x), normed.x, sum.x), __fmaf_rn(exact_sigmoid(gates.y), normed.y, sum.y),
+      __fmaf_rn(exact_sigmoid(gates.z), normed.z, sum.z), __fmaf_rn(exact_sigmoid(gates.w), normed.w, sum.w)};
+}
+
+// The mean of the gated streams of rows [rows, streams · size], as floats and quantised: a warp for each
+// group of 256 columns of the mean. grid (rows, groups / warps).
+__global__ void __launch_bounds__(max_threads)
+    mix_stream_rows(const float* normed, const float* gates, int num_streams, int size, int padded,
+                    NormOutputs out) {
+  wait_for_previous_grid();
+  release_next_grid();
+  const int group = (blockIdx.y * blockDim.x + threadIdx.x) / warp_size;
+  if (group >= padded / group_elements) return;
+  const int64_t row = blockIdx.x;
+  Eight sum = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
+  for (int c = 0; c < num_streams; c++) {
+    const int64_t begin = (row * num_streams + c) * size;
+    const Eight x = load_eight<true>(normed + begin, group, size);
+    const Eight gate = load_eight<true>(gates + begin, group, size);
+    sum = {add_gated(gate.low, x.low, sum.low), add_gated(gate.high, x.high, sum.high)};
+  }
+  const float count = float(num_streams);
+  const float mean[8] = {sum.low.x / count,  sum.low.y / count,  sum.low.z / count,  sum.low.w / count,
+                         sum.high.x / count, sum.high.y / count, sum.high.z / count, sum.high.w / count};
+  store_eight<true>(out.y + row * size, group, size, mean);
+  store_group(quantize_group(mean), quant_row(out.q, out.scales, out.sums, row, padded), group);
+}

@@ -1,0 +1,51 @@
+"""Hyper-connections: each part of a block reads a mixture of several residual streams, and adds to all.
+
+Formulas are in `kernels/hyper_connections/reference.py`. A mixture stands in place of a norm.
+"""
+
+from dataclasses import dataclass
+
+from coldstream.kernels.ops import Array, ExpertOutputs, Ops, Weight
+
+
+@dataclass(frozen=True)
+class HyperConnectionWeights:
+    """How a part of a block reads C streams side by side, and how its output enters them."""
+
+    norm: Array  # [C·E], of each stream
+    down: Weight  # [rank, C·E]
+    up: Weight  # [C·E, rank]
+    inject: Weight | None  # [C, C·E]; None if nothing is added behind
+    num_streams: int
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Residual streams, and the logits by which the next update enters them."""
+
+    values: Array  # [T, C·E], side by side
+    injection: Array | None  # [T, C]; None if there is no update behind
+
+
+def enter_streams(ops: Ops, x: Array, weights: HyperConnectionWeights, eps: float) -> tuple[Streams, Array]:
+    """Streams that all are x [T, E], and what the first part reads of them, [T, E]."""
+    return _mixed(ops, ops.inject_norm(None, x, None, weights.norm, eps), weights)
+
+
+def update_streams(
+    ops: Ops, streams: Streams, update: Array | ExpertOutputs, weights: HyperConnectionWeights, eps: float
+) -> tuple[Streams, Array]:
+    """The streams after the output of a part, and what the next one reads of them, [T, E]."""
+    found = ops.inject_norm(streams.values, update, streams.injection, weights.norm, eps)
+    return _mixed(ops, found, weights)
+
+
+def _mixed(ops: Ops, found: tuple[Array, Array], weights: HyperConnectionWeights) -> tuple[Streams, Array]:
+    """Streams with the logits of the part that reads them, and what it reads."""
+    values, normed = found
+    if weights.inject is None:
+        (low,), injection = ops.linear(normed, (weights.down,)), None
+    else:
+        low, injection = ops.linear(normed, (weights.down, weights.inject))
+    (gates,) = ops.linear(ops.scaled_silu(low, weights.num_streams), (weights.up,))
+    return Streams(values, injection), ops.mix_streams(normed, gates, weights.num_streams)
