@@ -1,4 +1,4 @@
-"""Answers as models of two families write them, tools that they call, and what events of a parser say."""
+"""Answers as models of several families write them, tools that they call, and what events of a parser say."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ from coldstream.server.output import (
     output_parser,
 )
 
-# What the chat templates of the two families show of their calls, shortened.
+# What the chat templates of the families show of their calls, shortened.
 XML_TEMPLATE = """{{ '<think>\\n</think>' }}<tool_call>
 <function=example_function_name>
 <parameter=example_parameter_1>
@@ -26,7 +26,20 @@ value_1
 HERMES_TEMPLATE = """{{ '</think>' }}<tool_call>
 {"name": <function-name>, "arguments": <args-json-object>}
 </tool_call>"""
-TEMPLATES = {"xml": XML_TEMPLATE, "hermes": HERMES_TEMPLATE}
+# Laguna XS and GLM-4.5 break lines between the tags, Laguna S and GLM-4.7 do not.
+LINES_TEMPLATE = """{{ '<think>' + thought + '\\n</think>\\n' }}<tool_call>function-name
+<arg_key>argument-key</arg_key>\n<arg_value>value-of-argument-key</arg_value>\n</tool_call>"""
+ARGS_TEMPLATE = (
+    "{{ '<think>' + thought + '</think>' }}"
+    "<tool_call>{function-name}<arg_key>{key}</arg_key><arg_value>{value}</arg_value></tool_call>"
+)
+TEMPLATES = {
+    "xml": XML_TEMPLATE,
+    "hermes": HERMES_TEMPLATE,
+    "lines": LINES_TEMPLATE,
+    "args": ARGS_TEMPLATE,
+}
+FAMILIES = tuple(TEMPLATES)
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -62,9 +75,15 @@ def rendered(family: str, name: str, arguments: Mapping[str, Any]) -> str:
         body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
         return f"<tool_call>\n{body}\n</tool_call>"
     parameters = ""
+    line = "\n" if family == "lines" else ""
     for key, value in arguments.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        if family != "xml":
+            parameters += f"<arg_key>{key}</arg_key>{line}<arg_value>{text}</arg_value>{line}"
+            continue
         parameters += f"<parameter={key}>\n{text}\n</parameter>\n"
+    if family != "xml":
+        return f"<tool_call>{name}{line}{parameters}</tool_call>"
     return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
 

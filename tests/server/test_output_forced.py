@@ -11,7 +11,10 @@ from coldstream.engine import LLM, EngineConfig, SamplingParams, open_model
 from coldstream.errors import InvalidRequestError
 from coldstream.server.output import forced_calls, thought_after
 from output_samples import (
+    ARGS_TEMPLATE,
+    FAMILIES,
     HERMES_TEMPLATE,
+    LINES_TEMPLATE,
     TEMPLATES,
     TOOLS,
     XML_TEMPLATE,
@@ -22,7 +25,6 @@ from output_samples import (
     rendered,
 )
 
-FAMILIES = ("xml", "hermes")
 BOUNDED: list[dict[str, Any]] = [
     {
         "name": "turn",
@@ -121,7 +123,7 @@ def test_what_a_model_writes_matches(llm: LLM, family: str) -> None:
     ]
     for call in calls:
         assert matches(llm, grammar, call), call
-    both = "\n".join(calls[:2])
+    both = ("" if family == "args" else "\n").join(calls[:2])
     assert not matches(llm, grammar, both)
     assert matches(llm, forced_calls(TEMPLATES[family], TOOLS, most_calls=3), both)
 
@@ -159,6 +161,9 @@ def test_the_thought_of_an_answer_is_in_the_words_of_the_template() -> None:
     called = thought_after(HERMES_TEMPLATE, "<think>", tools=TOOLS)
     assert called is not None
     assert called.tool_call == "<tool_call>"
+    for template, closing in ((LINES_TEMPLATE, "\n</think>\n"), (ARGS_TEMPLATE, "</think>")):
+        found = thought_after(template, "<assistant>\n<think>", budget=9)
+        assert found == Thought(is_open=True, budget=9, forced=closing, tool_call="")
 
 
 LARK_TOOL: Any = {

@@ -15,10 +15,9 @@ from coldstream.engine.regular_languages import byte_matcher
 from coldstream.errors import InvalidRequestError
 from coldstream.server.output import forced_calls
 from coldstream.server.output.typed_values import finite_json
-from output_samples import TEMPLATES, calls_of, content_of, events_of, rendered
+from output_samples import FAMILIES, TEMPLATES, calls_of, content_of, events_of, rendered
 from schema_samples import Schemas, walked
 
-FAMILIES = ("xml", "hermes")
 every_family = pytest.mark.parametrize("family", FAMILIES)
 seeds = st.integers(0, 2**32)
 

@@ -19,7 +19,10 @@ from coldstream.server.output import (
     prompt_opens_thought,
 )
 from output_samples import (
+    ARGS_TEMPLATE,
+    FAMILIES,
     HERMES_TEMPLATE,
+    LINES_TEMPLATE,
     TOOLS,
     XML_TEMPLATE,
     Call,
@@ -33,7 +36,6 @@ from output_samples import (
     truncated_calls_of,
 )
 
-FAMILIES = ("xml", "hermes")
 WRITE: Call = ("write_file", {"path": "/tmp/a b.py", "content": "def f():\n\n    return '<b>'\n"})
 LIST: Call = ("list_files", {})
 
@@ -50,6 +52,9 @@ def summary(events: Any) -> tuple[str, str, list[Call]]:
 def test_the_format_is_read_off_the_template() -> None:
     assert type(call_format(XML_TEMPLATE)).__name__ == "XmlCalls"
     assert type(call_format(HERMES_TEMPLATE)).__name__ == "HermesCalls"
+    assert (
+        type(call_format(LINES_TEMPLATE)).__name__ == type(call_format(ARGS_TEMPLATE)).__name__ == "ArgCalls"
+    )
     assert call_format("{{ messages }}") is None
 
 
@@ -205,6 +210,13 @@ def test_strings_are_emitted_while_they_are_written() -> None:
         ("hermes", '<tool_call>\n{"name": 3, "arguments": {}}\n</tool_call>'),
         ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": NaN}}\n</tool_call>'),
         ("hermes", "<tool_call>\nlist_files\n</tool_call>"),
+        ("args", "<tool_call>list_files(path)</tool_call>"),
+        ("args", "<tool_call></tool_call>"),
+        ("args", "<tool_call>list files</tool_call>"),
+        ("args", "<tool_call>list_files"),
+        ("args", "<tool_call>list_files\n<arg_k"),
+        ("args", f"<tool_call>{'x' * 300}</tool_call>"),
+        ("args", "The tag <tool_call> begins a call, <arg_key> follows."),
         ("hermes", '<tool_call>\n{"name": "list_files", "argu'),
         ("hermes", '<tool_call>\n{"name": "f", "arguments": ' + "[" * 100_000),
     ],
@@ -285,6 +297,34 @@ def test_an_answer_that_ends_inside_a_call_has_no_half_of_it(length: int) -> Non
     assert not any(isinstance(event, ToolCallEnd) for event in events)
     if not truncated_calls_of(events):
         assert content_of(events) == text
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("args", "<tool_call> write_file \n<arg_key> path </arg_key> <arg_value>/a</arg_value></tool_call>"),
+        ("lines", "<tool_call>write_file<arg_key>path</arg_key><arg_value>/a</arg_value></tool_call>"),
+        ("args", "<tool_call>write_file\n<arg_key>path</arg_key>\n<arg_value>/a</arg_value>\n</tool_call>\n"),
+        ("args", "<tool_call>write_file<arg_key>path</arg_key>/a</arg_value></tool_call>"),
+        ("args", "<tool_call>write_file<arg_key>path</arg_key><arg_value>/a</tool_call>"),
+        # A key without a name, and one that comes again.
+        ("args", "<tool_call>write_file<arg_key></arg_key><arg_value>x</arg_value><arg_key>path</arg_key>"
+         "<arg_value>/a</arg_value><arg_key>path</arg_key><arg_value>/b</arg_value></tool_call>"),
+        ("args", f"<tool_call>write_file<arg_key>{'k' * 300}</arg_key><arg_value>x</arg_value>"
+         "<arg_key>path</arg_key><arg_value>/a</arg_value></tool_call>"),
+    ],
+)  # fmt: skip
+def test_calls_with_keys_and_values_that_are_not_quite_right_are_read(family: str, text: str) -> None:
+    call = ("write_file", {"path": "/a"})
+    for pieces in (text, [text]):
+        assert summary(events_of(family, pieces)) == ("", "", [call])
+    twice = f"{text}{rendered(family, *LIST)}"
+    assert summary(events_of(family, twice)) == ("", "", [call, LIST])
+
+
+def test_blanks_around_a_value_belong_to_it() -> None:
+    call = ("write_file", {"content": "\n  a \n", "path": " "})
+    assert summary(events_of("args", rendered("args", *call))) == ("", "", [call])
 
 
 WEATHER: list[dict[str, Any]] = [
@@ -443,6 +483,15 @@ FRAGMENTS = [
     ),
     *("\n", "\n\n", " ", "a", "é", '"', "<", ">", "</", "5", "true", "null", "[1]", "{}", "\\"),
     *('{"name": "write_file", "arguments": {"path": "x"}}', '{"name": ', '"</tool_call>"', "}"),
+    *(
+        "write_file",
+        "<arg_key>path</arg_key>",
+        "<arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        "</arg_key>",
+        "mode",
+    ),
 ]
 texts = st.lists(st.sampled_from(FRAGMENTS), max_size=30).map("".join)
 
@@ -481,9 +530,11 @@ def test_what_is_emitted_of_a_call_is_always_the_beginning_of_json(
             assert is_json_prefix(reported[event.index]), reported
 
 
-strings = st.text(st.sampled_from("ab \n\t\"\\<>/é{}'"), max_size=12) | st.sampled_from(
-    ["</parameter>", "<parameter=a>", "</function>", "</tool_call>", "<tool_call>", "null", "5", "\n", ""]
+TAGS = (
+    *("</parameter>", "<parameter=a>", "</function>", "</tool_call>", "<tool_call>", "null", "5", "\n", ""),
+    *("</arg_value>", "<arg_key>a</arg_key>"),
 )
+strings = st.text(st.sampled_from("ab \n\t\"\\<>/é{}'"), max_size=12) | st.sampled_from(TAGS)
 values = {
     "path": strings,
     "content": strings,

@@ -10,6 +10,7 @@ from typing import Any, Final
 from coldstream.decoding import Grammar, Thought
 from coldstream.engine.json_schema import LARK
 from coldstream.errors import InvalidRequestError
+from coldstream.server.output.arg_calls import ArgCalls
 from coldstream.server.output.call_format import MAX_CALLS, CallFormat
 from coldstream.server.output.events import (
     Content,
@@ -45,14 +46,18 @@ __all__ = [
 
 
 # In the source of a template, where line breaks and quotes may be escaped.
+_ARG_LINES: Final = re.compile(r"</arg_key>(?:\\n|\n)")
 _HERMES_EXAMPLE: Final = re.compile(r'<tool_call>(?:\\n|\s)*\{\s*\\?"name\\?"')
 _CLOSING_TEXT: Final = re.compile(rf"""(['"])((?:\\n|\n)+{THINK_END}(?:\\n|\n)*)\1""")
+_BARE_CLOSING: Final = re.compile(rf"""[+~]\s*(['"]){THINK_END}\1""")  # behind a thought that is written
 
 
 def call_format(template_source: str) -> CallFormat | None:
     """The format of calls that a chat template shows to the model; None if it shows none that is known."""
     if "<function=" in template_source and "<parameter=" in template_source:
         return XmlCalls()
+    if "<arg_key>" in template_source and "<arg_value>" in template_source:
+        return ArgCalls(has_lines=_ARG_LINES.search(template_source) is not None)
     if _HERMES_EXAMPLE.search(template_source):
         return HermesCalls()
     return None
@@ -117,8 +122,10 @@ def thought_after(
     """
     if THINK_END not in template_source or prompt.rstrip().endswith(THINK_END):
         return None
-    found = _CLOSING_TEXT.search(template_source)
-    closing = f"\n{THINK_END}\n\n" if found is None else found[2].replace("\\n", "\n")
+    if (found := _CLOSING_TEXT.search(template_source)) is not None:
+        closing = found[2].replace("\\n", "\n")
+    else:
+        closing = THINK_END if _BARE_CLOSING.search(template_source) else f"\n{THINK_END}\n\n"
     calls = call_format(template_source) if tools else None
     return Thought(
         is_open=prompt_opens_thought(prompt),

@@ -9,6 +9,7 @@ from coldstream.decoding import Grammar
 from coldstream.engine.grammar_source import JSON_OPTIONS
 from coldstream.engine.json_schema import HeldSchema, held_schema
 from coldstream.errors import InvalidRequestError
+from coldstream.json_text import dumped
 from coldstream.server.output.tools import ToolSignatures
 
 MAX_CALLS: Final = 128  # of one answer, as weak models write calls without end
@@ -97,6 +98,8 @@ def lark_json(schema: dict[str, Any], *, is_strict: bool) -> str:
     return f"%json {json.dumps(schema | {'x-guidance': {**JSON_OPTIONS, 'lenient': not is_strict}})}"
 
 
-def lark_calls(most_calls: int) -> str:
-    """The rule of an answer that is 1 to `most_calls` calls."""
-    return "start: call" if most_calls == 1 else f'start: call ("\\n" call){{0,{most_calls - 1}}}'
+def lark_calls(most_calls: int, between: str = "\n") -> str:
+    """The rule of an answer that is 1 to `most_calls` calls, with `between` between each two."""
+    if most_calls == 1:
+        return "start: call"
+    return f"start: call ({f'{dumped(between)} ' if between else ''}call){{0,{most_calls - 1}}}"

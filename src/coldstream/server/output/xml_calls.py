@@ -19,24 +19,22 @@ Strings are emitted while they are written, other values when they are complete.
 """
 
 import re
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Final
 
 from coldstream.decoding import Grammar
 from coldstream.server.output.call_format import Begun, Progress, begins, num_held
+from coldstream.server.output.parameters import Arguments, ParameterValue, follows, skip_blanks
 from coldstream.server.output.tools import ToolSignatures
-from coldstream.server.output.typed_values import ValueSchema, quoted
-from coldstream.server.output.xml_grammar import xml_calls_grammar
-from coldstream.server.output.xml_tags import (
-    CLOSE,
-    FUNCTION,
-    FUNCTION_END,
-    OPEN,
-    PARAMETER,
-    PARAMETER_END,
-)
+from coldstream.server.output.xml_grammar import CallMarkup, tagged_calls_grammar
 
+OPEN: Final = "<tool_call>"
+CLOSE: Final = "</tool_call>"
+FUNCTION: Final = "<function="
+FUNCTION_END: Final = "</function>"
+PARAMETER: Final = "<parameter="
+PARAMETER_END: Final = "</parameter>"
 _MAX_NAME_CHARS: Final = 256
 
 _AFTER_FUNCTION: Final = (PARAMETER, FUNCTION_END, CLOSE)
@@ -46,9 +44,23 @@ _VALUE_ENDS: Final = tuple(
 )
 _AROUND_NAMES: Final = " \t\r'\""
 _NAME: Final = re.compile(rf"([^<>\n]{{0,{_MAX_NAME_CHARS}}})>")
-_BLANKS: Final = re.compile(r"[ \t\r\n]*")
 _VALUE_END: Final = re.compile(
     f"\n?({'|'.join(re.escape(tag) for tag in (PARAMETER_END, FUNCTION_END, CLOSE, PARAMETER))})"
+)
+# Text without what ends a value.
+_TEXT: Final = (
+    r"/(?s:.*)/ & ~/(?s:.*)(<\/parameter>[ \t\r\n]*<(parameter=|\/function>|\/tool_call>|tool_call>"
+    r"|function=)|<\/tool_call>[ \t\r\n]*<tool_call>|\n<parameter=)(?s:.*)/ & ~/<parameter=(?s:.*)/"
+)
+_MARKUP: Final = CallMarkup(
+    before_name=f"{OPEN}\n{FUNCTION}",
+    after_name=">\n",
+    before_key=PARAMETER,
+    before_value=">\n",
+    after_value=f"\n{PARAMETER_END}\n",
+    end=f"{FUNCTION_END}\n{CLOSE}",
+    between_calls="\n",
+    text=_TEXT,
 )
 
 
@@ -60,7 +72,7 @@ class XmlCalls:
     def begin(self, text: str, tools: ToolSignatures, *, is_last: bool, is_thinking: bool) -> Begun | bool:
         """See `CallFormat`. A call without `<tool_call>` has to be one of `tools`, too."""
         start = len(OPEN) if text.startswith(OPEN) else 0
-        start = _skip_blanks(text, start)
+        start = skip_blanks(text, start)
         tag = begins(text[start:], (FUNCTION,))
         if not isinstance(tag, str):
             return tag and not is_last
@@ -70,7 +82,7 @@ class XmlCalls:
         is_known = found.name in tools.schemas
         if not (is_known or (text.startswith(OPEN) and not is_thinking)):
             return False
-        body = _skip_blanks(text, found.end)
+        body = skip_blanks(text, found.end)
         follows = begins(text[body:], _AFTER_FUNCTION)
         if not isinstance(follows, str):
             return follows and not is_last
@@ -78,7 +90,7 @@ class XmlCalls:
 
     def forced(self, tools: ToolSignatures, *, most_calls: int) -> Grammar:
         """See `CallFormat`."""
-        return xml_calls_grammar(tools, most_calls=most_calls)
+        return tagged_calls_grammar(tools, _MARKUP, most_calls=most_calls)
 
 
 @dataclass(frozen=True)
@@ -94,10 +106,9 @@ class _XmlReader:
 
     def __init__(self, name: str, tools: ToolSignatures) -> None:
         self.name = name
-        self._tools = tools
+        self._arguments = Arguments(name, tools)
         self._declared = tools.parameters(name)
-        self._keys: set[str] = set()
-        self._value: _Value | None = None  # the value that is being read
+        self._value: ParameterValue | None = None  # the value that is being read
         self._is_value_empty = True  # whether the value is empty so far
         self._is_closed = False  # whether only the closing tag may follow
 
@@ -120,7 +131,7 @@ class _XmlReader:
 
     def _read_tag(self, text: str, start: int, fragments: list[str]) -> tuple[int, bool]:
         """Reads blanks and a tag between parameters; where it got to, and whether the call is over."""
-        tag_start = _skip_blanks(text, start)
+        tag_start = skip_blanks(text, start)
         tag = begins(text[tag_start:], _AFTER_VALUE)
         if tag == PARAMETER:
             found = _tag_name(text, tag_start + len(PARAMETER))
@@ -134,24 +145,19 @@ class _XmlReader:
         if not isinstance(tag, str):
             assert tag, "a value ends before a tag only"
             return start, False
-        fragments.append("}" if self._keys else "{}")
+        fragments.append(self._arguments.end())
         self._is_closed = tag == FUNCTION_END
         return tag_start + (len(tag) if tag in _AFTER_FUNCTION else 0), not self._is_closed
 
     def _begin_value(self, key: str | None, fragments: list[str]) -> None:
-        """None: the value has no name, and is left out as one whose name has a value already."""
+        """None: the value has no name, and is left out."""
         self._is_value_empty = True
-        if key is None or key in self._keys:
-            self._value = _Value(None)
-            return
-        fragments.append(f"{', ' if self._keys else '{'}{quoted(key)}: ")
-        self._keys.add(key)
-        self._value = _Value(ValueSchema(*self._tools.parameter(self.name, key)))
+        self._value = self._arguments.begin(key, fragments)
 
     def _read_value(self, text: str, start: int, is_last: bool, fragments: list[str]) -> int:
         """Reads on in a value; where it got to."""
         assert self._value is not None
-        names = self._declared - self._keys
+        names = self._declared - self._arguments.keys
         end, after = _value_end(text, start, names, is_empty=self._is_value_empty, is_last=is_last)
         self._is_value_empty &= end == start
         fragments += self._value.push(text[start:end])
@@ -163,37 +169,12 @@ class _XmlReader:
 
     def _closing(self, text: str, start: int, is_last: bool, fragments: list[str]) -> Progress:
         """Reads the closing tag, if there is one."""
-        tag_start = _skip_blanks(text, start)
+        tag_start = skip_blanks(text, start)
         tag = begins(text[tag_start:], (CLOSE,))
         if tag is True and not is_last:
             return Progress(tuple(fragments), start)
         after = tag_start + len(CLOSE) if isinstance(tag, str) else len(text) if tag else start
         return Progress(tuple(fragments), after, has_ended=True)
-
-
-class _Value:
-    """A value of a schema, as JSON: a string at once, others when they are complete. None: is left out."""
-
-    def __init__(self, schema: ValueSchema | None) -> None:
-        self._schema = schema
-        self._is_string = schema is not None and schema.is_any_string
-        self._has_begun = False
-        self._texts: list[str] = []
-
-    def push(self, text: str) -> Iterator[str]:
-        if self._schema is None or not text:
-            return
-        if self._is_string:
-            yield ("" if self._has_begun else '"') + quoted(text)[1:-1]
-            self._has_begun = True
-        else:
-            self._texts.append(text)
-
-    def finish(self) -> Iterator[str]:
-        if self._is_string:
-            yield '"' if self._has_begun else '""'
-        elif self._schema is not None:
-            yield self._schema.json("".join(self._texts))
 
 
 def _value_end(
@@ -210,7 +191,7 @@ def _value_end(
             is_line = match.start() in (match.start(1) - 1, value_start)
             verdict = is_line and _may_open(text, match.end(), names)
         elif tag == PARAMETER_END:
-            verdict = _follows(text, match.end(), _AFTER_VALUE, is_last=is_last)
+            verdict = follows(text, match.end(), _AFTER_VALUE, is_last=is_last)
         else:
             verdict = _closes_call(text, match.start(1), is_last=is_last)
         if verdict is True:
@@ -234,21 +215,12 @@ def _may_open(text: str, start: int, names: Set[str]) -> bool | None:
 def _closes_call(text: str, start: int, *, is_last: bool) -> bool | None:
     """Whether closing tags at `start` end a call: with them the answer ends, or another call follows."""
     if text.startswith(FUNCTION_END, start):
-        start = _skip_blanks(text, start + len(FUNCTION_END))
+        start = skip_blanks(text, start + len(FUNCTION_END))
         if is_last and start == len(text):
             return True
-        if (closed := _follows(text, start, (CLOSE,), is_last=False)) is not True:
+        if (closed := follows(text, start, (CLOSE,), is_last=False)) is not True:
             return closed
-    return _follows(text, start + len(CLOSE), (OPEN,), is_last=is_last)
-
-
-def _follows(text: str, start: int, tags: Sequence[str], *, is_last: bool) -> bool | None:
-    """Whether one of `tags` comes at `start`, perhaps after blanks, or the answer ends; None if it may."""
-    start = _skip_blanks(text, start)
-    if is_last and start == len(text):
-        return True
-    tag = begins(text[start:], tags)
-    return isinstance(tag, str) or (None if tag else False)
+    return follows(text, start + len(CLOSE), (OPEN,), is_last=is_last)
 
 
 def _tag_name(text: str, start: int) -> _TagName | bool:
@@ -259,9 +231,3 @@ def _tag_name(text: str, start: int) -> _TagName | bool:
         return len(rest) < _MAX_NAME_CHARS and not any(char in rest for char in "<>\n")
     name = match[1].strip(_AROUND_NAMES)
     return _TagName(name, match.end()) if name else False
-
-
-def _skip_blanks(text: str, start: int) -> int:
-    blanks = _BLANKS.match(text, start)
-    assert blanks is not None, "it matches nothing, too"
-    return blanks.end()

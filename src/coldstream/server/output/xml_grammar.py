@@ -1,4 +1,4 @@
-"""The grammar of calls in XML that are demanded, see `xml_calls.py`.
+"""The grammar of demanded calls that have a tag for each parameter, see `xml_calls.py` and `arg_calls.py`.
 
 Parameters come in the order of the schema, those that it does not list behind them. Strings are plain text
 up to the closing tag and hold nothing that the reader of calls would take for the end of the value; other
@@ -18,7 +18,6 @@ from coldstream.server.output.call_format import held_parameters, lark_calls, la
 from coldstream.server.output.object_forms import FormsError, ObjectForm, Schemas, object_forms
 from coldstream.server.output.tools import ToolSignatures
 from coldstream.server.output.typed_values import quoted
-from coldstream.server.output.xml_tags import CLOSE, FUNCTION, FUNCTION_END, OPEN, PARAMETER, PARAMETER_END
 
 MAX_FORMS: Final = 64
 _MAX_DEPTH: Final = 32  # of parts in parts
@@ -125,32 +124,41 @@ def _may_be_other(part: Any, schema: HeldSchema, depth: int) -> Iterator[bool]:
 
 
 MAX_RULES_OF_COUNTS: Final = 4000  # for one tool with minProperties or maxProperties
-_TEXT_END: Final = f"\n{PARAMETER_END}\n"
-# Text without what ends a value for `xml_calls.py`, and names of parameters without what ends them.
-_TEXT: Final = (
-    r"/(?s:.*)/ & ~/(?s:.*)(<\/parameter>[ \t\r\n]*<(parameter=|\/function>|\/tool_call>|tool_call>"
-    r"|function=)|<\/tool_call>[ \t\r\n]*<tool_call>|\n<parameter=)(?s:.*)/ & ~/<parameter=(?s:.*)/"
-)
 _NAME: Final = r"/[^<>\n \t\r'\"]([^<>\n]{0,62}[^<>\n \t\r'\"])?/"
 
 
-def xml_calls_grammar(tools: ToolSignatures, *, most_calls: int) -> Grammar:
+@dataclass(frozen=True)
+class CallMarkup:
+    """What stands around the names and values of a call.
+
+    text: the language of a value without what ends one for the reader of calls.
+    """
+
+    before_name: str
+    after_name: str
+    before_key: str
+    before_value: str
+    after_value: str
+    end: str
+    between_calls: str
+    text: str
+
+
+def tagged_calls_grammar(tools: ToolSignatures, markup: CallMarkup, *, most_calls: int) -> Grammar:
     """What matches 1 to `most_calls` calls of `tools`, and nothing else.
 
     Raises InvalidRequestError for a tool whose schema cannot be held.
     """
-    head, end = quoted(f"{OPEN}\n"), quoted(f"{FUNCTION_END}\n{CLOSE}")
     functions = [f"function_{i}" for i in range(len(tools.schemas))]
     rules = [
-        lark_calls(most_calls),
-        f"call: {head} ({' | '.join(functions)}) {end}",
-        f"TEXT: {_TEXT}",
+        lark_calls(most_calls, between=markup.between_calls),
+        f"call: ({' | '.join(functions)}) {quoted(markup.end)}",
+        f"TEXT: {markup.text}",
     ]
     for rule, name in zip(functions, tools.schemas, strict=True):
+        held, is_strict = held_parameters(tools, name), name in tools.strict
         try:
-            rules += _FunctionRules(rule, held_parameters(tools, name), is_strict=name in tools.strict).of(
-                name
-            )
+            rules += _FunctionRules(rule, held, markup, is_strict=is_strict).of(name)
         except (FormsError, ValueError) as error:
             raise InvalidRequestError(f"tools: {name}: the schema cannot be held, as {error}") from None
     return Grammar("lark", "\n".join(rules))
@@ -167,8 +175,9 @@ class _ParameterRule:
 class _FunctionRules:
     """The rules of one function."""
 
-    def __init__(self, rule: str, schema: HeldSchema, *, is_strict: bool) -> None:
+    def __init__(self, rule: str, schema: HeldSchema, markup: CallMarkup, *, is_strict: bool) -> None:
         self._rule, self._schema, self._is_strict = rule, schema, is_strict
+        self._markup = markup
         self._rules: list[str] = []
         self._num_rules = 0
 
@@ -177,7 +186,7 @@ class _FunctionRules:
         forms = [rule for form in object_forms(self._schema) if (rule := self._form(form)) is not None]
         if not forms:
             raise FormsError("no value satisfies it")
-        head = quoted(f"{FUNCTION}{name}>\n")
+        head = quoted(f"{self._markup.before_name}{name}{self._markup.after_name}")
         return [f"{self._rule}: {head} ({' | '.join(forms)})", *self._rules]
 
     def _form(self, form: ObjectForm) -> str | None:
@@ -187,7 +196,8 @@ class _FunctionRules:
             is_required = name in form.required
             value = self._value(schemas) if _is_readable(name) else None
             if value is not None:
-                rule = self._add(f"{quoted(f'{PARAMETER}{name}>')} {value}")
+                before = quoted(f"{self._markup.before_key}{name}{self._markup.before_value}")
+                rule = self._add(f"{before} {value}")
                 parts.append(_ParameterRule(rule, is_required))
             elif is_required:
                 return None
@@ -201,7 +211,8 @@ class _FunctionRules:
         if value is None or is_empty(language):
             return None
         name = self._add(language, is_text=True)
-        return self._add(f"{quoted(PARAMETER)} {name} {quoted('>')} {value}")
+        before, behind = quoted(self._markup.before_key), quoted(self._markup.before_value)
+        return self._add(f"{before} {name} {behind} {value}")
 
     def _sequence(self, parts: list[_ParameterRule], free: list[str], form: ObjectForm) -> str | None:
         """The rule of parameters that follow each other, as many as a form allows."""
@@ -245,23 +256,25 @@ class _FunctionRules:
         texts = text_forms(schema, self._schema)
         if any(form.is_anything for form in texts):
             return self._text("TEXT")
-        options = [self._text_rule(form) for form in texts if form.lark or not is_empty(form.language(_TEXT))]
+        language = self._markup.text
+        options = [
+            self._text_rule(form) for form in texts if form.lark or not is_empty(form.language(language))
+        ]
         other = without_strings(schema, self._schema) if texts else schema
         if other is not False:
             json = self._add(lark_json(self._schema.alone(other), is_strict=self._is_strict))
-            options.append(self._add(f"{quoted(chr(10))} {json} {quoted(_TEXT_END)}"))
+            options.append(self._add(f"{json} {quoted(self._markup.after_value)}"))
         return f"({' | '.join(options)})" if options else None
 
     def _text_rule(self, form: TextForm) -> str:
         if form.lark is None:
             return self._text(form.language("TEXT"))
         lark = self._add(f"%lark {{\n{form.lark}\n}}")
-        return self._add(f"{quoted(chr(10))} {lark} {quoted(_TEXT_END)}")
+        return self._add(f"{lark} {quoted(self._markup.after_value)}")
 
     def _text(self, language: str) -> str:
         name = self._add(language, is_text=True) if language != "TEXT" else language
-        rule = self._add(name, attributes=f"[suffix={quoted(_TEXT_END)}]")
-        return f"{quoted(chr(10))} {rule}"
+        return self._add(name, attributes=f"[suffix={quoted(self._markup.after_value)}]")
 
     def _add(self, body: str, *, is_text: bool = False, attributes: str = "") -> str:
         """A new rule, or a new terminal."""
