@@ -150,7 +150,7 @@ def partial_plan(
     fits into the ring.
     """
     sizes = model_sizes(spec, file.tensors, file.fingerprint, 0)
-    counts = [spec.num_experts if layer in pinned else num_resident for layer in range(spec.num_layers)]
+    counts = [spec.num_experts if layer in pinned else num_resident for layer in range(sizes.num_layers)]
     placement = PlacementPlan(
         model=routed_model(file, spec),
         tier="vram",

@@ -17,7 +17,7 @@ those values; the types that the `gguf` package can't encode get random blocks o
 so read the weights back from the file where their values matter.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -126,6 +126,8 @@ def make_model(
     tied: bool = False,
     tokenizer: bool = True,
     seed: int = 0,
+    dense_layers: Collection[int] = (),
+    plain_shared: bool = False,
 ) -> TinyModel:
     """A model of `arch` ("qwen35", "qwen35moe", "qwen3next" or "qwen3moe").
 
@@ -136,6 +138,8 @@ def make_model(
     fused_attention  `attn_qkv` instead of `attn_q`, `attn_k`, `attn_v` in attention layers
     ssm_in           of qwen3next: one `ssm_in` instead of `attn_qkv` and `attn_gate` in DeltaNet layers
     tied             no `output.weight`
+    dense_layers     layers without experts; for families that have some
+    plain_shared     a shared expert without a gate, whatever the family has
     tokenizer        False leaves out all tokenizer keys, and allows any dims.vocab
 
     A matrix whose rows are not whole blocks of its type becomes Q8_0 or F16.
@@ -153,7 +157,12 @@ def make_model(
         parts |= _delta_net(rng, dims) if recurrent else _attention(rng, dims, fused_attention, is_hybrid)
         if recurrent and arch == "qwen3next":
             parts = _by_key_head(parts, dims, ssm_in)
-        parts |= _dense(rng, dims) if arch == "qwen35" else _experts(rng, dims, fused_experts, is_hybrid)
+        if arch == "qwen35" or block in dense_layers:
+            parts |= _dense(rng, dims)
+        else:
+            parts |= _experts(rng, dims, fused_experts, is_hybrid or plain_shared)
+            if plain_shared:
+                del parts["ffn_gate_inp_shexp.weight"]
         parts |= {} if is_trunk else _nextn(rng, dims)
         tensors |= {f"blk.{block}.{name}": values for name, values in parts.items()}
     tensors |= _norm(rng, dims.hidden, "output_norm")

@@ -327,8 +327,8 @@ def test_weights_of_layers_are_in_the_plan_and_said(run: Run, model: Path, tmp_p
         (("-c", "5000"), 2, "beyond the 4096 tokens"),
         (("--pin-layers", "-1"), 2, "--pin-layers"),
         (("--layer-weights", "1"), 2, "--layer-weights"),
-        (("--layer-weights", "2-4=3"), 2, "--layer-weights 4=3: the model has 4 layers, from 0 to 3"),
-        (("--pin-layers", "99"), 2, "--pin-layers 99: the model has 4 layers, so it can be 0 to 4"),
+        (("--layer-weights", "2-4=3"), 2, "--layer-weights 4=3: 4 layers can have a weight, from 0 to 3"),
+        (("--pin-layers", "99"), 2, "--pin-layers 99: 4 layers can be pinned, so it can be 0 to 4"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -161,7 +162,7 @@ def command(
         if planned.run.miss_times is not None and not known.model.is_dense:
             note(_MOVES[Controls.of(planned.hardware).shares])
     if plan.layer_weights:
-        note(f"a use of an expert counts for {_described(plan.layer_weights)}")
+        note(f"a use of an expert counts for {_described(plan.layer_weights, known.model.placed_layers)}")
     if not plan.is_all_resident and not known.model.is_dense:
         note(f"hit rates: {known.curve.source}")
     runs = _described_runs(planned, expected)
@@ -363,13 +364,12 @@ def _described_layers(run: RunPlan) -> str:
     )
 
 
-def _described(layer_weights: Sequence[float]) -> str:
-    """What is not 1 of the weights of layers."""
+def _described(layer_weights: Sequence[float], numbers: Sequence[int]) -> str:
+    """What is not 1 of the weights of layers. numbers: the model's of these layers."""
     runs = []
-    layer = 0
-    for weight, run in groupby(layer_weights):
-        first, layer = layer, layer + len(list(run))
-        layers = f"layer {first}" if layer == first + 1 else f"layers {first} to {layer - 1}"
+    for weight, run in groupby(zip(layer_weights, numbers, strict=True), itemgetter(0)):
+        first, *others = (number for _, number in run)
+        layers = f"layers {first} to {others[-1]}" if others else f"layer {first}"
         if weight != 1:
             runs.append(f"{weight:g} in {layers}")
     return ", ".join(runs)

@@ -172,7 +172,7 @@ def _legend(most: float, top: float, has_residents: bool) -> list[str]:
 def command(
     model: str | None, text: Path, out: Path | None, plot: Path | None, plan: Path | None, **options: Any
 ) -> None:
-    """Run a text through MODEL and write a trace: the experts of each layer, token by token.
+    """Run a text through MODEL and write a trace: the experts of each layer with experts, token by token.
 
     Without MODEL: the bundled demo model. The CPU computes; a GPU chooses the same experts.
     """

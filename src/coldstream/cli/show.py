@@ -84,7 +84,8 @@ def _summary(file: GGUFFile, spec: ModelSpec | None, problem: str) -> dict[str, 
     }
     if spec.num_experts:
         shared = "" if spec.moe.shared == "none" else ", and a shared one"
-        facts["experts"] = f"{spec.num_experts} a layer, {spec.num_experts_per_tok} a token{shared}"
+        where = "" if len(spec.placed_layers) == spec.num_layers else f" in {len(spec.placed_layers)} layers"
+        facts["experts"] = f"{spec.num_experts} a layer, {spec.num_experts_per_tok} a token{shared}{where}"
     return facts
 
 
@@ -186,6 +187,7 @@ def _spec_to_json(spec: ModelSpec) -> dict[str, Any]:
         "num_value_heads": delta_net.num_value_heads,
         "value_heads_grouped": delta_net.value_heads_grouped,
         "intermediate_size": dense[0] if dense else None,
+        "expert_layers": spec.placed_layers if spec.is_moe else (),
         "num_experts": moe.num_experts,
         "num_experts_per_tok": moe.num_experts_per_tok,
         "expert_ffn_size": moe.ffn_size,

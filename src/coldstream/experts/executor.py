@@ -29,8 +29,8 @@ from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, RouterWeights, 
 class PartialExecutor(WithWholeFfns):
     """A `ModelExecutor` over slots, a ring of `ring_bytes`, the mapped file and the CPU.
 
-    num_layers: of the model. `ExpertResidency` fills slots and writes their addresses into `tables`. Call
-    `number_layers` and then `connect` before the first step. `host` is None over a `MemoryPlan`. Prefill
+    num_layers: that have experts. `ExpertResidency` fills slots and writes their addresses into `tables`.
+    Call `number_layers` and then `connect` before the first step. `host` is None over a `MemoryPlan`. Prefill
     steps use all of the ring. Decode steps use its beginning for prefetched experts, and the rest for staged
     ones.
     """

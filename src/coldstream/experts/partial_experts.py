@@ -1,7 +1,7 @@
 """The work around each step of a model whose GPU does not hold all experts."""
 
 from collections import Counter, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -237,12 +237,15 @@ class PartialExperts:
     def stream_counters(self) -> StreamCounters | None:
         return None if self._stream is None else self._stream.counters
 
-    def expert_map(self) -> ExpertMap | None:
-        """Recent uses and the experts in slots, of the layers that may miss some; None before `fill`."""
+    def expert_map(self, numbers: Sequence[int]) -> ExpertMap | None:
+        """Recent uses and the experts in slots, of the layers that may miss some; None before `fill`.
+
+        numbers: the model's, of all layers with experts.
+        """
         if self._residency is None:
             return None
-        placement = self._plan.placement
-        layers = [each for each in range(placement.model.num_layers) if each not in placement.pinned_layers]
+        pinned = self._plan.placement.pinned_layers
+        layers = [number for layer, number in enumerate(numbers) if layer not in pinned]
         return ExpertMap.of(layers, self._residency.cache.uses, self._residency.resident)
 
     def statistics(self) -> GpuExpertStatistics | None:

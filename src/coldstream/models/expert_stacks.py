@@ -13,8 +13,8 @@ _STACKS = ("ffn_gate_up_exps", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
 
 def expert_stacks(file: GGUFFile, spec: ModelSpec) -> list[list[TensorInfo]]:
-    """The tensors of routed experts of each layer of the trunk."""
-    names = [[f"blk.{layer}.{name}.weight" for name in _STACKS] for layer in range(spec.num_layers)]
+    """The tensors of routed experts of each layer of the trunk that has some."""
+    names = [[f"blk.{layer}.{name}.weight" for name in _STACKS] for layer in spec.placed_layers]
     return [[file.tensors[name] for name in layer if name in file.tensors] for layer in names]
 
 
@@ -22,7 +22,7 @@ def placed_stacks(file: GGUFFile, spec: ModelSpec) -> list[list[TensorInfo]]:
     """What a GPU may lack: `expert_stacks`, or the FFNs of a dense model as stacks of one."""
     if spec.is_moe:
         return expert_stacks(file, spec)
-    names = [[f"blk.{layer}.{name}.weight" for name in FFN_MATRICES] for layer in range(spec.num_layers)]
+    names = [[f"blk.{layer}.{name}.weight" for name in FFN_MATRICES] for layer in spec.placed_layers]
     infos = [[file.tensors[name] for name in layer] for layer in names]
     return [[replace(info, shape=(1, *info.shape)) for info in layer] for layer in infos]
 

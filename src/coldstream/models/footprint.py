@@ -17,6 +17,7 @@ from coldstream.placement.sizes import ModelSizes, Products, slot_bytes
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 FFN_MATRICES = ("ffn_gate", "ffn_up", "ffn_down")  # of a dense layer
 _FFN_ENDS = tuple(f".{name}.weight" for name in FFN_MATRICES)
+_STACK_END = "_exps.weight"  # of a matrix of all experts of a layer
 _GATE_UP = "ffn_gate_up_exps."  # two matrices in one tensor, separate in slots
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _NEXTN_EMBEDDING, _NEXTN_HEAD = ".nextn.embed_tokens.weight", ".nextn.shared_head_head.weight"
@@ -66,7 +67,7 @@ def drafted_share(spec: ModelSpec, tensors: Mapping[str, TensorInfo], most_ids: 
     num_bytes = Fraction(min(most_ids, spec.vocab_size), spec.vocab_size) * head.num_bytes
     for info in own:
         if not info.name.endswith((_NEXTN_EMBEDDING, _NEXTN_HEAD)):  # one row of a table is next to nothing
-            num_bytes += (chosen if "_exps." in info.name else 1) * info.num_bytes
+            num_bytes += (chosen if info.name.endswith(_STACK_END) else 1) * info.num_bytes
     return float(num_bytes / bytes_per_token(spec, tensors))
 
 
@@ -91,12 +92,12 @@ def model_sizes(
     """
     is_dense = places_layers and not spec.is_moe
     num_experts, chosen = (1, 1) if is_dense else (spec.num_experts, spec.num_experts_per_tok)
-    by_layer: list[list[TensorInfo]] = [[] for _ in range(spec.num_layers)]
+    infos: dict[int, list[TensorInfo]] = {layer: [] for layer in spec.placed_layers}
     for info in tensors.values():
         block = _BLOCK.match(info.name)
-        is_placed = info.name.endswith(_FFN_ENDS) if is_dense else "_exps." in info.name
-        if block and is_placed and int(block[1]) < spec.num_layers:
-            by_layer[int(block[1])].append(info)
+        if block and int(block[1]) in infos and info.name.endswith(_FFN_ENDS if is_dense else _STACK_END):
+            infos[int(block[1])].append(info)
+    by_layer = tuple(infos.values())
     placed = {info.name: info for layer in by_layer for info in layer}
     routed_bytes = sum(info.num_bytes for info in placed.values())
     matrices = [info for name, info in tensors.items() if name not in placed and len(info.shape) > 1]
@@ -114,13 +115,14 @@ def model_sizes(
         kv_token_bytes=kv_token_bytes,
         state_bytes=state_bytes(spec),
         token_parameters=active_parameters(spec, tensors),
-        expert_parameters=num_parameters(placed.values()) // max(1, spec.num_layers * num_experts),
+        expert_parameters=num_parameters(placed.values()) // max(1, len(by_layer) * num_experts),
         attention_width=spec.layer_kinds.count("attention") * spec.query_dim,
         is_dense=is_dense,
         dense_products=_products(info for info in matrices if _active_share(spec, info) == 1),
         expert_products=tuple(_products(layer, num_experts) for layer in by_layer),
         head=next(iter(_products([tensors[head_name]])), None) if head_name in tensors else None,
         table_bytes=0 if spec.tied_output else tensors[_EMBEDDING].num_bytes,
+        placed_layers=spec.placed_layers,
     )
 
 
@@ -151,14 +153,14 @@ def routed_model(file: GGUFFile, spec: ModelSpec) -> RoutedModel:
         raise UnsupportedError(
             f"{shorten(file.paths[0])} is a dense model, no expert is ever chosen: give a mixture of experts"
         )
-    return RoutedModel(file.fingerprint, spec.num_layers, spec.num_experts, spec.num_experts_per_tok)
+    return RoutedModel(file.fingerprint, len(spec.placed_layers), spec.num_experts, spec.num_experts_per_tok)
 
 
 def _active_share(spec: ModelSpec, info: TensorInfo) -> Fraction:
     block = _BLOCK.match(info.name)
     if block and int(block[1]) >= spec.num_layers:
         return Fraction(0)  # a block for multi-token prediction, which plain decoding leaves out
-    if "_exps." in info.name:
+    if info.name.endswith(_STACK_END):
         return Fraction(spec.num_experts_per_tok, spec.num_experts)
     if info.name == _EMBEDDING and not spec.tied_output:
         return Fraction(1, spec.vocab_size)

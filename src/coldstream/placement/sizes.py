@@ -25,7 +25,10 @@ class Products:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Plain numbers of one model. An expert is its gate, up and down matrices together."""
+    """Plain numbers of one model. An expert is its gate, up and down matrices together.
+
+    Layers are those with something to place, see `ModelSpec.placed_layers`; they are numbered from 0.
+    """
 
     fingerprint: str  # of the file, `GGUFFile.fingerprint`
     num_experts: int  # of a layer; 0: a dense model without anything to place
@@ -44,6 +47,7 @@ class ModelSizes:
     expert_products: tuple[tuple[Products, ...], ...] = ()  # of one expert, by layer
     head: Products | None = None  # of those outside experts, what only the last row of a prompt meets
     table_bytes: int = 0  # of `dense_bytes`, an embedding that is not the head too
+    placed_layers: tuple[int, ...] = ()  # the model's numbers of the layers; empty: 0, 1, …
 
     @property
     def num_layers(self) -> int:

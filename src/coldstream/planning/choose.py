@@ -5,7 +5,7 @@ Where a choice follows from something that has not been counted or measured yet,
 plan; `gather.py` finds out and asks again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -75,7 +75,7 @@ def choose(
     settings that the model cannot have, for pinned or weighted layers that do not exist, and for prefetched
     experts without a place. Also for a named plan of another device, context or file.
     """
-    _check_layers(options, facts.model.spec.num_layers)
+    options = _of_placed_layers(options, facts.model.spec.placed_layers)
     try:
         if facts.given is not None:
             return _followed(config, facts, facts.given, options)
@@ -88,6 +88,7 @@ def place(
     config: EngineConfig, facts: Facts, options: PlanOptions = _NO_OPTIONS, prompt_cache_bytes: int = 0
 ) -> PlacementPlan | TooSmall | Missing:
     """What `choose` places in fast memory: without a plan that `config` names, and before workers."""
+    options = _of_placed_layers(options, facts.model.spec.placed_layers)
     chooser = _Chooser(facts, options, prompt_cache_bytes)
     try:
         return chooser.placed(chooser.resolved(config))
@@ -353,19 +354,25 @@ def _check_given(config: EngineConfig, given: RunPlan, spec: ModelSpec) -> None:
         )
 
 
-def _check_layers(options: PlanOptions, num_layers: int) -> None:
-    """Raises ConfigError for layers out of range."""
+def _of_placed_layers(options: PlanOptions, layers: Sequence[int]) -> PlanOptions:
+    """`options` with the weights of the model's `layers` by their place among them.
+
+    Raises ConfigError for other layers, and for more pinned ones than there are.
+    """
     count = options.num_pinned_layers
-    if count > num_layers:
+    if count > len(layers):
         raise ConfigError(
-            f"--pin-layers {count}: the model has {num_layers} layers, so it can be 0 to {num_layers}"
+            f"--pin-layers {count}: {len(layers)} layers can be pinned, so it can be 0 to {len(layers)}"
         )
+    places = {layer: place for place, layer in enumerate(layers)}
     for layer, weight in options.layer_weights:
-        if not 0 <= layer < num_layers:
+        if layer not in places:
             raise ConfigError(
-                f"--layer-weights {layer}={weight:g}: the model has {num_layers} layers, from 0 to "
-                f"{num_layers - 1}"
+                f"--layer-weights {layer}={weight:g}: {len(layers)} layers can have a weight, from "
+                f"{layers[0]} to {layers[-1]}"
             )
+    weights = tuple((places[layer], weight) for layer, weight in options.layer_weights)
+    return replace(options, layer_weights=weights)
 
 
 def resolve(

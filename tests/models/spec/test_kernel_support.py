@@ -13,7 +13,14 @@ from coldstream.kernels.ops import RopeSpec
 from coldstream.models.read_spec import read_spec
 from coldstream.models.spec.hyperparameters import Hyperparameters
 from coldstream.models.spec.kernel_support import check_kernels
-from coldstream.models.spec.layer_specs import AttentionSpec, DeltaNetSpec, LayerSpec, MoeSpec, RouterSpec
+from coldstream.models.spec.layer_specs import (
+    AttentionSpec,
+    DeltaNetSpec,
+    DenseFfnSpec,
+    LayerSpec,
+    MoeSpec,
+    RouterSpec,
+)
 from coldstream.models.spec.model_spec import ModelSpec
 from specs import with_layers
 
@@ -96,10 +103,13 @@ def test_layers_of_a_kind_are_alike(opened: Opened) -> None:
     wider = LayerSpec(replace(last.mixer, rope=RopeSpec(2, 1e6)), last.ffn)
     grouped = LayerSpec(replace(first.mixer, value_heads_grouped=True), first.ffn)
     narrow = LayerSpec(first.mixer, replace(last.ffn, ffn_size=8))
+    dense, smaller = (LayerSpec(first.mixer, DenseFfnSpec(size)) for size in (64, 32))
+    check_kernels((dense, dense, *others[1:], last), keys)
     for layers, what in {
         (first, *others, last, wider): "attention",
         (grouped, *others, last): "gated DeltaNet",
-        (narrow, *others, last): "feed-forward",
+        (narrow, *others, last): "mixture-of-experts",
+        (dense, smaller, *others[1:], last): "dense feed-forward",
     }.items():
         with pytest.raises(UnsupportedError, match=rf"tiny\.gguf: the {what} layers of qwen35moe differ"):
             check_kernels(layers, keys)

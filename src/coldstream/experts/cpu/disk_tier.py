@@ -141,9 +141,9 @@ class DiskTier:
         """Empties all slots after a step that failed, as their bytes may be incomplete."""
         self.pool.clear()
 
-    def expert_map(self) -> ExpertMap:
-        """Recent uses, and which experts are in RAM. Between steps."""
-        return ExpertMap.of(range(self.stacks.num_layers), self._uses, self.stacks.in_memory())
+    def expert_map(self, layers: Sequence[int]) -> ExpertMap:
+        """Recent uses, and which experts are in RAM. layers: their numbers. Between steps."""
+        return ExpertMap.of(layers, self._uses, self.stacks.in_memory())
 
     def statistics(self) -> DiskStatistics:
         """What the tier has done so far."""

@@ -23,7 +23,6 @@ from coldstream.models.expert_stacks import disk_tier_of
 from coldstream.models.footprint import dense_bytes
 from coldstream.models.runner import Array, ModelRunner, Progress
 from coldstream.models.runner_capacity import RunnerCapacity
-from coldstream.models.spec.layer_specs import MoeSpec
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.plan import FixedPart
@@ -79,12 +78,9 @@ class CpuRunner(ModelRunner):
         self._trunk = ops.capture(
             self.chunk_size, lambda: self._model.forward(inputs.token_ids, inputs.rows, caches, keep_stream)
         )
-        self._moe_layers = [
-            number for number, layer in enumerate(spec.layers) if isinstance(layer.ffn, MoeSpec)
-        ]
         self._uses: ExpertUses | None = None
-        if self._moe_layers and disk is None:
-            self._uses = ExpertUses(len(self._moe_layers), spec.num_experts)
+        if spec.is_moe and disk is None:
+            self._uses = ExpertUses(len(spec.placed_layers), spec.num_experts)
         self._committed = None
         if self.cache_size.num_tree_rows:
             self._committed = ops.capture(MAX_TREE_ROWS, lambda: self._model.commit(self._path.path, caches))
@@ -250,8 +246,8 @@ class CpuRunner(ModelRunner):
     def expert_map(self) -> ExpertMap | None:
         """Of all experts; None for a model without any."""
         if self._disk is not None:
-            return self._disk.expert_map()
-        return None if self._uses is None else ExpertMap.of(self._moe_layers, self._uses, None)
+            return self._disk.expert_map(self.spec.placed_layers)
+        return None if self._uses is None else ExpertMap.of(self.spec.placed_layers, self._uses, None)
 
     def _launch(self, segments: Collection[CheckedSegment]) -> None:
         self._sequences.reserve([segment.demand for segment in segments])
@@ -263,7 +259,7 @@ class CpuRunner(ModelRunner):
             if self._uses is not None and count <= MAX_TREE_ROWS:  # more rows are those of prompts
                 assert isinstance(self._ops, RoutingCpuOps), "mapped experts are chosen by ops that keep ids"
                 ids = np.concatenate([each[:count] for each in self._ops.topk_ids])
-                self._uses.observe_ids(ids.reshape(len(self._moe_layers), -1))
+                self._uses.observe_ids(ids.reshape(len(self.spec.placed_layers), -1))
             return
         self._disk.begin_step(count)
         try:

@@ -67,7 +67,7 @@ class Limits:
             limits,
             expert_bytes=placement.resident_bytes - whole,
             is_dense=not spec.is_moe,
-            whole_layers=frozenset(pinned),
+            whole_layers=frozenset(spec.placed_layers[layer] for layer in pinned),
             ring_bytes=placement.ring_bytes,
             prefetching=Prefetching.planned(plan.layers_ahead, plan.prefetch, plan.prefetch_bytes),
             shared_rows=plan.shared_rows,

@@ -185,7 +185,7 @@ def _model_executor_factory(
         )
     return partial(
         PartialExecutor,
-        num_layers=spec.num_layers,
+        num_layers=len(spec.placed_layers),
         mailbox=mailbox,
         host=host,
         whole_layers=whole_layers,

@@ -312,7 +312,8 @@ class CudaRunner(ModelRunner):
         return None if self.expert_cache is None else self.expert_cache.counters.totals
 
     def expert_map(self) -> ExpertMap | None:
-        return self._partial_experts.expert_map() if self._partial_experts else None
+        partial = self._partial_experts
+        return partial.expert_map(self.spec.placed_layers) if partial else None
 
     @property
     def expert_cache(self) -> ExpertCache | None:

@@ -85,10 +85,11 @@ def _router_fields(spec: RouterSpec) -> Iterator[_LayerField]:
 
 def _check_alike(layers: Sequence[LayerSpec], keys: Hyperparameters) -> None:
     """Caches, slots of experts and plans have one size for all layers of a kind."""
-    kinds: dict[str, set[object]] = {"attention": set(), "gated DeltaNet": set(), "feed-forward": set()}
+    names = ("attention", "gated DeltaNet", "mixture-of-experts", "dense feed-forward")
+    kinds: dict[str, set[object]] = {name: set() for name in names}
     for layer in layers:
         kinds["attention" if layer.kind == "attention" else "gated DeltaNet"].add(layer.mixer)
-        kinds["feed-forward"].add(layer.ffn)
+        kinds["mixture-of-experts" if isinstance(layer.ffn, MoeSpec) else "dense feed-forward"].add(layer.ffn)
     for what, specs in kinds.items():
         if len(specs) > 1:
             raise UnsupportedError(

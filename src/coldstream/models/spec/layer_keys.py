@@ -142,6 +142,13 @@ def read_dense_ffn(keys: Hyperparameters) -> DenseFfnSpec:
     return DenseFfnSpec(keys.uniform("feed_forward_length", 1 << 18))
 
 
+def read_ffns(keys: Hyperparameters, moe: MoeSpec) -> tuple[MoeSpec | DenseFfnSpec, ...]:
+    """Those of all blocks [num_blocks]: `moe`, but dense in as many layers at first as a key says."""
+    num_dense = keys.integer("leading_dense_block_count", 0, keys.num_layers - 1, 0)
+    dense = (read_dense_ffn(keys),) * num_dense if num_dense else ()
+    return (*dense, *(moe,) * (keys.num_blocks - num_dense))
+
+
 def hybrid_layers(
     keys: Hyperparameters,
     attention: AttentionSpec,

@@ -83,9 +83,18 @@ class ModelSpec:
 
     @property
     def moe(self) -> MoeSpec:
-        """The mixture of experts of all layers."""
+        """The mixture of experts of all layers that have one."""
         ffns = (layer.ffn for layer in self.layers)
         return next((ffn for ffn in ffns if isinstance(ffn, MoeSpec)), NO_EXPERTS)
+
+    @property
+    def placed_layers(self) -> tuple[int, ...]:
+        """The layers whose FFNs may lie outside fast memory: those with experts, or all of a dense model.
+
+        Plans, traces, slots and statistics number these layers from 0; the others are always resident.
+        """
+        numbers = tuple(n for n, layer in enumerate(self.layers) if isinstance(layer.ffn, MoeSpec))
+        return numbers or tuple(range(self.num_layers))
 
     def with_window(self, window: int | None) -> Self:
         """The same with attention to the last `window` positions, at least 1; None: as it is."""
