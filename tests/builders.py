@@ -18,7 +18,7 @@ so read the weights back from the file where their values matter.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
@@ -75,6 +75,26 @@ class Dims:
     shared_ffn: int = 256
 
 
+@dataclass(frozen=True)
+class MixedAttention:
+    """Layers that differ in query heads, in windows, and in the rotary embedding of those with a window."""
+
+    head_counts: tuple[int, ...] = (4, 8, 4, 8)
+    windowed: tuple[bool, ...] = (False, True, False, True)
+    window: int = 5
+    rope_dims: int = 32  # of layers with a window
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        return {
+            "attention.head_count": list(self.head_counts),
+            "attention.sliding_window": self.window,
+            "attention.sliding_window_pattern": list(self.windowed),
+            "rope.dimension_count_swa": self.rope_dims,
+            "rope.freq_base_swa": 1e4,
+        }
+
+
 # Two layers of different kinds, for steps on an emulated GPU, whose time is mostly that of weights.
 SMALL_EXPERTS = Dims(layers=2, interval=2, hidden=128, expert_ffn=64, shared_ffn=64)
 # A model of some 100 KB (without tokenizer) for tests of the format alone: F32, or types with blocks of 32.
@@ -123,6 +143,7 @@ def make_model(
     fused_experts: bool = False,
     fused_attention: bool = False,
     ssm_in: bool = False,
+    mixed: MixedAttention | None = None,
     tied: bool = False,
     tokenizer: bool = True,
     seed: int = 0,
@@ -137,6 +158,7 @@ def make_model(
     fused_experts    `ffn_gate_up_exps` instead of `ffn_gate_exps` and `ffn_up_exps`
     fused_attention  `attn_qkv` instead of `attn_q`, `attn_k`, `attn_v` in attention layers
     ssm_in           of qwen3next: one `ssm_in` instead of `attn_qkv` and `attn_gate` in DeltaNet layers
+    mixed            of qwen3moe: how the attention of its layers differs
     tied             no `output.weight`
     dense_layers     layers without experts; for families that have some
     plain_shared     a shared expert without a gate, whatever the family has
@@ -146,6 +168,10 @@ def make_model(
     """
     rng = np.random.default_rng(seed)
     metadata = _hyperparameters(arch, dims, nextn)
+    head_counts: Sequence[int] = [dims.heads] * (dims.layers + nextn)
+    if mixed is not None:
+        head_counts = mixed.head_counts
+        metadata |= {f"{arch}.{key}": value for key, value in mixed.keys.items()}
     is_hybrid = arch != "qwen3moe"  # with DeltaNet layers, and then gates of attention and a shared expert
     if tokenizer:
         metadata |= tokenizer_metadata(dims.vocab)
@@ -154,7 +180,8 @@ def make_model(
         is_trunk = block < dims.layers
         recurrent = is_hybrid and is_trunk and (block + 1) % dims.interval != 0
         parts = _norm(rng, dims.hidden, "attn_norm", "post_attention_norm" if is_hybrid else "ffn_norm")
-        parts |= _delta_net(rng, dims) if recurrent else _attention(rng, dims, fused_attention, is_hybrid)
+        own = replace(dims, heads=head_counts[block])
+        parts |= _delta_net(rng, dims) if recurrent else _attention(rng, own, fused_attention, is_hybrid)
         if recurrent and arch == "qwen3next":
             parts = _by_key_head(parts, dims, ssm_in)
         if arch == "qwen35" or block in dense_layers:

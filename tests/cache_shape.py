@@ -6,8 +6,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Shape:
     layer_kinds: tuple[str, ...] = ("delta_net", "attention", "delta_net")
-    num_kv_heads: int = 2
-    head_dim: int = 8
+    kv_heads: tuple[tuple[int, int], ...] = ((2, 8),)
     conv_kernel: int = 4
     conv_dim: int = 24
     num_value_heads: int = 3

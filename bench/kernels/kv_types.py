@@ -137,7 +137,7 @@ def main() -> None:
     chosen = np.linspace(0, len(every) - 1, min(options.windows, len(every))).round().astype(int)
     with float_runners(options.threads) as runners:
         losses = measure(runners, ids, [every[i] for i in chosen])
-        head_dim = runners[EXACT].spec.head_dim
+        head_dim = runners[EXACT].spec.kv_heads[0][1]
     exact = losses[EXACT]
     result = {
         "command": "python -m bench.kernels.kv_types",

@@ -84,6 +84,6 @@ def test_sequences_share_the_blocks_of_one(num_positions: int, is_scarce: bool, 
 
 
 def test_without_recurrent_states_nothing_is_scarce_and_without_keys_everything() -> None:
-    attention, recurrent = Shape(("attention",)), Shape(("delta_net",), num_kv_heads=0, head_dim=0)
+    attention, recurrent = Shape(("attention",)), Shape(("delta_net",), kv_heads=())
     assert CacheSize.shared(attention, 700, "f16", is_scarce=True) == CacheSize(3, 3)
     assert CacheSize.shared(recurrent, 700, "f16", is_scarce=True) == CacheSize(3, 1)

@@ -13,6 +13,7 @@ from coldstream.kernels.ops import (
     DeltaNetWeights,
     ExpertWeights,
     FfnWeights,
+    RopeSpec,
     RouterWeights,
     Rows,
 )
@@ -116,7 +117,7 @@ def test_attention_joins_its_projections(output_gate: bool, window: int | None) 
     angles = torch.stack((torch.ones(5, 1), torch.zeros(5, 1)), dim=-1)
     caches = [torch.full((1, 5, G, D), torch.nan) for _ in range(4)]
     heads = AttentionHeads(q_norm, k_norm, 1e-6, output_gate, window)
-    weights = AttentionWeights(q, k, v, out, heads)
+    weights = AttentionWeights(q, k, v, out, heads, RopeSpec(2, 1e4))
     actual = attention(
         ops, project_attention(ops, x, weights, angles), weights, Caches(*caches[:2]), rows_of(5)
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from builders import Dims, write_gguf
+from builders import Dims, MixedAttention, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.ops import Rows
@@ -71,6 +71,7 @@ VARIANTS = {
         },
     ),
     "qwen3moe": ("qwen3moe", {"types": MIX}),
+    "mixed-attention": ("qwen3moe", {"types": MIX, "mixed": MixedAttention()}),
     "qwen3moe-fused-tied": (
         "qwen3moe",
         {"fused_experts": True, "fused_attention": True, "tied": True, "quant": "Q4_K"},

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -68,8 +69,10 @@ def _summary(file: GGUFFile, spec: ModelSpec | None, problem: str) -> dict[str, 
     }
     if spec is None:
         return {**facts, "cannot run": problem}
+    windows = Counter(each.window for each in spec.attentions)
     counts = {
-        "attention": spec.layer_kinds.count("attention"),
+        "attention": windows.pop(None, 0),
+        **{f"attention in a window of {window}": count for window, count in windows.items()},
         "gated DeltaNet": spec.layer_kinds.count("delta_net"),
     }
     facts |= {
@@ -163,8 +166,8 @@ def _to_json(file: GGUFFile, spec: ModelSpec | None, problem: str, tensors: bool
 
 
 def _spec_to_json(spec: ModelSpec) -> dict[str, Any]:
-    """The numbers of the model and of its layers, each once: layers of a kind are alike."""
-    attention, delta_net, moe = spec.attention, spec.delta_net, spec.moe
+    """The numbers of the model and of its layers, once where the layers of a kind are alike."""
+    attentions, delta_net, moe = spec.attentions, spec.delta_net, spec.moe
     dense = [layer.ffn.size for layer in spec.layers if isinstance(layer.ffn, DenseFfnSpec)]
     return {
         "architecture": spec.architecture,
@@ -176,11 +179,12 @@ def _spec_to_json(spec: ModelSpec) -> dict[str, Any]:
         "rms_norm_eps": spec.rms_norm_eps,
         "tied_output": spec.tied_output,
         "layer_kinds": spec.layer_kinds,
-        "num_heads": attention.num_heads,
-        "num_kv_heads": attention.num_kv_heads,
-        "head_dim": attention.head_dim,
-        "rope_dims": attention.rope.num_dims,
-        "rope_theta": attention.rope.theta,
+        "num_heads": _once([each.num_heads for each in attentions]),
+        "num_kv_heads": _once([each.num_kv_heads for each in attentions]),
+        "head_dim": _once([each.head_dim for each in attentions]),
+        "window": _once([each.window for each in attentions]),
+        "rope_dims": _once([each.rope.num_dims for each in attentions]),
+        "rope_theta": _once([each.rope.theta for each in attentions]),
         "conv_kernel": delta_net.conv_kernel,
         "ssm_state_size": delta_net.state_size,
         "num_key_heads": delta_net.num_key_heads,
@@ -193,6 +197,12 @@ def _spec_to_json(spec: ModelSpec) -> dict[str, Any]:
         "expert_ffn_size": moe.ffn_size,
         "shared_expert_ffn_size": moe.shared_ffn_size,
     }
+
+
+def _once(values: Sequence[Any]) -> Any:
+    """The value of all layers that attend, one of each where they differ, or 0 where there are none."""
+    distinct = set(values)
+    return list(values) if len(distinct) > 1 else distinct.pop() if distinct else 0
 
 
 def _plain(value: Any) -> Any:

@@ -24,9 +24,7 @@ class CacheShape(Protocol):
     @property
     def layer_kinds(self) -> tuple[str, ...]: ...
     @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
+    def kv_heads(self) -> tuple[tuple[int, int], ...]: ...
     @property
     def conv_kernel(self) -> int: ...
     @property
@@ -158,10 +156,12 @@ class ModelCache:
         layout = CACHE_LAYOUTS[kv_type]
         self._recurrent = self._recurrent_arrays(shape, ops)
         layers_before = count()
+        kv_heads = iter(shape.kv_heads)
 
         def layer_state(kind: str) -> LayerState:
             if kind == "attention":
-                kv_shape = (*places, shape.num_kv_heads, layout.row_elements(shape.head_dim))
+                num_heads, head_dim = next(kv_heads)
+                kv_shape = (*places, num_heads, layout.row_elements(head_dim))
                 return AttentionState(
                     ops.zeros(kv_shape, layout.element), ops.zeros(kv_shape, layout.element)
                 )
@@ -249,7 +249,5 @@ def kept_bytes(shape: CacheShape) -> int:
 
 def kv_token_bytes(shape: CacheShape, kv_type: str) -> int:
     """Bytes of the keys and values of one position."""
-    num_layers = shape.layer_kinds.count("attention")
-    if not num_layers:
-        return 0
-    return 2 * num_layers * shape.num_kv_heads * CACHE_LAYOUTS[kv_type].row_bytes(shape.head_dim)
+    layout = CACHE_LAYOUTS[kv_type]
+    return 2 * sum(num_heads * layout.row_bytes(head_dim) for num_heads, head_dim in shape.kv_heads)

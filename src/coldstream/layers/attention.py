@@ -5,7 +5,16 @@ It is in two parts: behind the projections nothing needs the hidden states, whos
 
 from dataclasses import dataclass
 
-from coldstream.kernels.ops import Array, AttentionHeads, AttentionInputs, Caches, Ops, Rows, Weight
+from coldstream.kernels.ops import (
+    Array,
+    AttentionHeads,
+    AttentionInputs,
+    Caches,
+    Ops,
+    RopeSpec,
+    Rows,
+    Weight,
+)
 
 
 @dataclass(frozen=True)
@@ -17,10 +26,11 @@ class AttentionWeights:
     attn_v: Weight  # [G · D, E]
     attn_output: Weight  # [E, H · D]
     heads: AttentionHeads
+    rope: RopeSpec
 
 
 def project_attention(ops: Ops, x: Array, weights: AttentionWeights, angles: Array) -> AttentionInputs:
-    """The inputs of `attention` for x [T, E]."""
+    """The inputs of `attention` for x [T, E]. angles: by `weights.rope`."""
     query_gate, key, value = ops.linear(x, (weights.attn_q, weights.attn_k, weights.attn_v))
     return AttentionInputs(query_gate, key, value, angles)
 

@@ -7,7 +7,7 @@ arithmetic of its own. So an implementation of `Ops` may record it and replay it
 MTP blocks, which predict further tokens, lie behind the trunk in the file and are not loaded here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -22,6 +22,7 @@ from coldstream.kernels.ops import (
     ExpertOutputs,
     Ops,
     RecurrentLayer,
+    RopeSpec,
     Rows,
     Weight,
 )
@@ -38,6 +39,7 @@ from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.models.spec.sanity import check_small_tensors
 
 OnLayer = Callable[[int, Array], None]
+Angles = Mapping[RopeSpec, Array]
 
 
 def ignore_layer(layer: int, x: Array) -> None:
@@ -93,13 +95,14 @@ class CausalLM:
             self.ops.embed(self.token_embd, token_ids), self.angles(rows), rows, cache, on_layer
         )
 
-    def angles(self, rows: Rows) -> Array:
-        """`Ops.rope_angles` of the rows; None for a model that does not attend."""
-        attends = "attention" in self.spec.layer_kinds
-        return self.ops.rope_angles(rows.positions, self.spec.attention.rope) if attends else None
+    def angles(self, rows: Rows) -> Angles:
+        """`Ops.rope_angles` of the rows, for each rotary embedding that a layer has."""
+        mixers = (block.mixer for block in self.blocks)
+        ropes = dict.fromkeys(mixer.rope for mixer in mixers if isinstance(mixer, AttentionWeights))
+        return {rope: self.ops.rope_angles(rows.positions, rope) for rope in ropes}
 
     def through_blocks(
-        self, x: Array, angles: Array, rows: Rows, cache: ModelCache, on_layer: OnLayer = ignore_layer
+        self, x: Array, angles: Angles, rows: Rows, cache: ModelCache, on_layer: OnLayer = ignore_layer
     ) -> Array:
         """Hidden states after the last norm, [T, E], of what enters the first block, x [T, E].
 
@@ -142,11 +145,11 @@ class CausalLM:
         return self.ops.linear(hidden, (self.output,))[0]
 
     def project(
-        self, block: Block, x: Array, angles: Array, state: LayerState, rows: Rows
+        self, block: Block, x: Array, angles: Angles, state: LayerState, rows: Rows
     ) -> AttentionInputs | DeltaNetInputs:
         """What the mixer of a block reads of normed x [T, E]."""
         if isinstance(block.mixer, AttentionWeights):
-            return project_attention(self.ops, x, block.mixer, angles)
+            return project_attention(self.ops, x, block.mixer, angles[block.mixer.rope])
         assert not isinstance(state, AttentionState)
         return project_gated_delta_net(self.ops, x, block.mixer, rows.keeping(state.kept))
 

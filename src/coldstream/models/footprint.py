@@ -116,7 +116,7 @@ def model_sizes(
         state_bytes=state_bytes(spec),
         token_parameters=active_parameters(spec, tensors),
         expert_parameters=num_parameters(placed.values()) // max(1, len(by_layer) * num_experts),
-        attention_width=spec.layer_kinds.count("attention") * spec.query_dim,
+        attention_width=sum(each.query_dim for each in spec.attentions),
         is_dense=is_dense,
         dense_products=_products(info for info in matrices if _active_share(spec, info) == 1),
         expert_products=tuple(_products(layer, num_experts) for layer in by_layer),

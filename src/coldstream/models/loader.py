@@ -137,6 +137,7 @@ class Loader:
                 output_gate=spec.output_gate,
                 window=spec.window,
             ),
+            rope=spec.rope,
         )
 
     def gated_delta_net(

@@ -20,7 +20,7 @@ from coldstream.experts.staging import NUM_PINNED_BUFFERS, RingShape
 from coldstream.kernels.attention.workspace_sizes import PART_ROWS, most_partial_bytes
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.kernels.ops import BLOCK_POSITIONS
-from coldstream.kvcache.cache import CacheSize, kept_bytes
+from coldstream.kvcache.cache import CacheSize, kept_bytes, kv_token_bytes
 from coldstream.models.cuda.capacity import GRAPH_BYTES, HEAD_ROWS, RESERVE_BYTES, mailbox_ranks
 from coldstream.models.runner_capacity import DRAFT_VALUE_BYTES, NO_DRAFTS, DraftMemory, RunnerCapacity
 from coldstream.models.spec.model_spec import ModelSpec
@@ -249,9 +249,8 @@ def estimated(
 ) -> FixedPart:
     """About what `count_on_gpu` counts, with the embedding in RAM too."""
     draft, cache_size = capacity.draft, capacity.cache_size
-    num_layers = spec.layer_kinds.count("attention")
-    kv_layer_bytes = sizes.kv_token_bytes // num_layers if num_layers else 0
-    token_bytes = sizes.kv_token_bytes + (kv_layer_bytes if draft.has_mtp else 0)
+    drafted_bytes = kv_token_bytes(spec.nextn, capacity.kv_type) if draft.has_mtp else 0
+    token_bytes = sizes.kv_token_bytes + drafted_bytes
     return FixedPart(
         ctx_size=capacity.ctx_size,
         kv_type=capacity.kv_type,
@@ -273,7 +272,8 @@ def estimated(
 
 def _workspace_bytes(spec: ModelSpec, ctx_size: int, chunk_size: int) -> int:
     """Of a prefill step or, if that takes more, of one whose attention merges chunks of positions."""
-    partial_bytes = most_partial_bytes(spec.attention.num_heads, spec.head_dim, ctx_size)
+    sizes = {(each.num_heads, each.head_dim) for each in spec.attentions}
+    partial_bytes = max((most_partial_bytes(*each, ctx_size) for each in sizes), default=0)
     # About three quarters of the activations are there beside these chunks; the others are experts'.
     beside = 3 * _activation_bytes(spec, min(chunk_size, PART_ROWS)) // 4
     return max(_activation_bytes(spec, chunk_size), partial_bytes + beside)

@@ -347,7 +347,7 @@ def test_pages_with_one_key_are_distinguished_by_their_tokens() -> None:
 def test_bytes_of_sequences_are_those_of_any_device(kv_type: str, length: int) -> None:
     """A GPU's arrays and NumPy's give and take the same bytes."""
     size = CacheSize(4, 3)
-    shape = Shape(head_dim=32)
+    shape = Shape(kv_heads=((2, 32),))
     host = SequenceCache(shape, CpuOps(1), size, kv_type) if kv_type != "f16" else None
     device = SequenceCache(shape, device_ops(), size, kv_type)
     source = device.new()

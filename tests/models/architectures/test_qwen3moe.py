@@ -122,14 +122,14 @@ def test_the_spec_of_a_file(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
     """Whole heads rotate unless a key says otherwise, and a shared expert of size 0 is none."""
     spec = spec_of(tiny())
     assert spec.layer_kinds == ("attention",) * 4
-    assert spec.attention == AttentionSpec(4, 2, 8, RopeSpec(8, 1e7), qk_norm="head")
+    assert spec.attentions[0] == AttentionSpec(4, 2, 8, RopeSpec(8, 1e7), qk_norm="head")
     assert spec.moe == MoeSpec(4, 2, 32)
     as_coder = tiny()
     as_coder.metadata["qwen3moe.expert_shared_feed_forward_length"] = 0
     assert spec_of(as_coder) == spec
     partial = tiny()
     partial.metadata["qwen3moe.rope.dimension_count"] = 4
-    assert spec_of(partial).attention.rope == RopeSpec(4, 1e7)
+    assert spec_of(partial).attentions[0].rope == RopeSpec(4, 1e7)
 
 
 def test_every_tensor_is_required(spec_of: Callable[[TinyModel], ModelSpec]) -> None:

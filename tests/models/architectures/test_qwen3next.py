@@ -164,7 +164,7 @@ def test_the_spec_of_a_file(ssm_in: bool, spec_of: Callable[[TinyModel], ModelSp
     assert spec.architecture == "qwen3next"
     assert spec.layer_kinds == ("delta_net", "delta_net", "delta_net", "attention")
     assert spec.delta_net.key_head_ids == (0, 0, 1, 1)
-    assert (spec.attention.output_gate, spec.moe.shared, spec.moe.shared_ffn_size) == (True, "gated", 64)
+    assert (spec.attentions[0].output_gate, spec.moe.shared, spec.moe.shared_ffn_size) == (True, "gated", 64)
     silent = tiny(ssm_in=ssm_in)
     del silent.metadata["qwen3next.full_attention_interval"]
     assert spec_of(silent) == spec

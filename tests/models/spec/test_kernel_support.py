@@ -9,7 +9,6 @@ import pytest
 from builders import SMALL, make_model, write_model
 from coldstream.errors import UnsupportedError
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.ops import RopeSpec
 from coldstream.models.read_spec import read_spec
 from coldstream.models.spec.hyperparameters import Hyperparameters
 from coldstream.models.spec.kernel_support import check_kernels
@@ -32,7 +31,6 @@ CHOICES: list[tuple[type, dict[str, Any], str]] = [
     (AttentionSpec, {"qk_norm": "projection"}, "q/k norm projection"),
     (AttentionSpec, {"bias": True}, "bias True"),
     (AttentionSpec, {"scale": 0.5}, "scale 0.5"),
-    (AttentionSpec, {"window": 128}, "window 128, supported: all positions"),
     (AttentionSpec, {"sinks": True}, "sinks True"),
     (AttentionSpec, {"causal": False}, "causal False, supported: causal attention"),
     (MoeSpec, {"activation": "clamped swiglu"}, "activation clamped swiglu, supported: swiglu"),
@@ -47,6 +45,7 @@ CHOICES: list[tuple[type, dict[str, Any], str]] = [
 # Likewise, with values that kernels compute besides those of the model below.
 COMPUTED: list[tuple[type, dict[str, Any]]] = [
     (AttentionSpec, {"output_gate": False}),
+    (AttentionSpec, {"window": 128}),
     (MoeSpec, {"shared": "none"}),
     (MoeSpec, {"shared": "plain"}),
 ]
@@ -94,19 +93,18 @@ def test_every_choice_is_in_the_lists_above() -> None:
         assert {field.name for field in fields(kind)} - sizes == {name for k, name in tried if k is kind}
 
 
-def test_layers_of_a_kind_are_alike(opened: Opened) -> None:
+def test_layers_of_a_kind_are_alike_but_for_attention(opened: Opened) -> None:
     spec, keys = opened
     first, *others, last = spec.layers
     assert isinstance(first.mixer, DeltaNetSpec)
     assert isinstance(last.mixer, AttentionSpec)
     assert isinstance(last.ffn, MoeSpec)
-    wider = LayerSpec(replace(last.mixer, rope=RopeSpec(2, 1e6)), last.ffn)
+    check_kernels((first, *others, last, LayerSpec(replace(last.mixer, num_heads=8), last.ffn)), keys)
     grouped = LayerSpec(replace(first.mixer, value_heads_grouped=True), first.ffn)
     narrow = LayerSpec(first.mixer, replace(last.ffn, ffn_size=8))
     dense, smaller = (LayerSpec(first.mixer, DenseFfnSpec(size)) for size in (64, 32))
     check_kernels((dense, dense, *others[1:], last), keys)
     for layers, what in {
-        (first, *others, last, wider): "attention",
         (grouped, *others, last): "gated DeltaNet",
         (narrow, *others, last): "mixture-of-experts",
         (dense, smaller, *others[1:], last): "dense feed-forward",

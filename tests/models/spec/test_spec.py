@@ -70,7 +70,7 @@ def test_moe(load_spec: LoadSpec) -> None:
         layers=(*[LayerSpec(delta_net, ffn)] * 3, LayerSpec(attention, ffn)),
     )
     assert (spec.is_moe, spec.num_layers, spec.num_blocks) == (True, 4, 4)
-    assert (spec.num_kv_heads, spec.head_dim, spec.query_dim, attention.kv_dim) == (2, 8, 32, 16)
+    assert (spec.kv_heads, attention.query_dim, attention.kv_dim) == (((2, 8),), 32, 16)
     assert (spec.num_value_heads, spec.ssm_state_size, spec.conv_kernel, spec.conv_dim) == (4, 8, 4, 64)
     assert (delta_net.key_dim, delta_net.value_dim) == (16, 32)
     assert (spec.num_experts, spec.num_experts_per_tok) == (4, 2)
@@ -459,9 +459,10 @@ def test_any_dimensions_give_them_back(
     assert [kind == "attention" for kind in spec.layer_kinds] == [
         (i + 1) % interval == 0 for i in range(layers)
     ]
-    attends, has_delta_net = layers >= interval or switches["nextn"], interval > 1
-    expected = (dims.heads, kv_heads) if attends else (0, 0)
-    assert (spec.attention.num_heads, spec.num_kv_heads) == expected
+    has_delta_net = interval > 1
+    for model, num_layers in ((spec, layers // interval), (spec.nextn, switches["nextn"])):
+        assert [each.num_heads for each in model.attentions] == [dims.heads] * num_layers
+        assert model.kv_heads == ((kv_heads, dims.head_dim),) * num_layers
     expected_ids = sorted(list(range(key_heads)) * values_per_key) if has_delta_net else []
     assert sorted(spec.delta_net.key_head_ids) == expected_ids
     assert spec.tied_output == switches["tied"]

@@ -24,34 +24,41 @@ class MovedCaches(ctypes.Structure): ...
 
 
 def move_rows_cuda(caches: Sequence[tuple[DeviceArray, DeviceArray]], path: CommittedPath) -> None:
-    """`Ops.commit_attention`: a launch for every 32 layers, whatever the path, over caches [blocks, 256, G,
-    row] of any type.
+    """`Ops.commit_attention`: a launch for every 32 layers that are laid out alike, whatever the path.
 
-    ValueError unless a position's bytes are contiguous, a multiple of 16, and all caches laid out alike.
+    Over caches [blocks, 256, G, row] of any type. ValueError unless a position's bytes are contiguous, and a
+    multiple of 16.
     """
-    every, one = [cache for pair in caches for cache in pair], caches[0][0]
-    block_bytes, position_bytes = one.stride(0) * element_bytes(one), one.stride(1) * element_bytes(one)
-    if any(cache.stride() != one.stride() or cache.dtype != one.dtype for cache in every):
-        raise ValueError("keys and values of all layers must be laid out alike")
-    if not one[0].is_contiguous() or position_bytes % PIECE_BYTES or block_bytes % PIECE_BYTES:
-        raise ValueError(f"positions of {position_bytes} bytes cannot be moved in pieces of {PIECE_BYTES}")
     moved_path = MovedPath(
         count=path.count.data_ptr(),
         first=path.first.data_ptr(),
         sources=path.sources.data_ptr(),
         table=path.table.data_ptr(),
     )
-    for first in range(0, len(every), MOST_CACHES):
-        part = every[first : first + MOST_CACHES]
-        moved = MovedCaches()
-        moved.at[: len(part)] = [cache.data_ptr() for cache in part]
-        PROGRAM.kernel(PROGRAM.instances[0]).launch(
-            (-(-position_bytes // (PIECE_BYTES * THREADS)), len(part), 1),
-            THREADS,
-            (
-                moved,
-                moved_path,
-                CacheStrides(block_bytes=block_bytes, position_bytes=position_bytes),
-            ),
-            overlap=True,
-        )
+    alike: dict[tuple[int, int], list[DeviceArray]] = {}
+    for pair in caches:
+        for cache in pair:
+            alike.setdefault(_strides_of(cache), []).append(cache)
+    for strides, every in alike.items():
+        for first in range(0, len(every), MOST_CACHES):
+            _move(every[first : first + MOST_CACHES], *strides, moved_path)
+
+
+def _strides_of(cache: DeviceArray) -> tuple[int, int]:
+    """Bytes of a block and of a position."""
+    block_bytes, position_bytes = (cache.stride(axis) * element_bytes(cache) for axis in (0, 1))
+    if not cache[0].is_contiguous() or position_bytes % PIECE_BYTES or block_bytes % PIECE_BYTES:
+        raise ValueError(f"positions of {position_bytes} bytes cannot be moved in pieces of {PIECE_BYTES}")
+    return block_bytes, position_bytes
+
+
+def _move(caches: Sequence[DeviceArray], block_bytes: int, position_bytes: int, path: MovedPath) -> None:
+    """At most MOST_CACHES that are laid out alike."""
+    moved = MovedCaches()
+    moved.at[: len(caches)] = [cache.data_ptr() for cache in caches]
+    PROGRAM.kernel(PROGRAM.instances[0]).launch(
+        (-(-position_bytes // (PIECE_BYTES * THREADS)), len(caches), 1),
+        THREADS,
+        (moved, path, CacheStrides(block_bytes=block_bytes, position_bytes=position_bytes)),
+        overlap=True,
+    )

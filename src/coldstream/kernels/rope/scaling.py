@@ -25,11 +25,14 @@ class Yarn:
     original_context: int  # positions
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    truncate: bool = True  # whether the first and the last dimension that are blended are whole numbers
 
     def frequency_factors(self, rope: RopeSpec) -> tuple[float, ...]:
         """By what frequencies of a plain `rope`, whose theta is above 1, are multiplied [num_dims / 2]."""
-        low = max(floor(self._dimension(self.beta_fast, rope)), 0)
-        high = min(ceil(self._dimension(self.beta_slow, rope)), rope.num_dims - 1)
+        low, high = self._dimension(self.beta_fast, rope), self._dimension(self.beta_slow, rope)
+        if self.truncate:
+            low, high = floor(low), ceil(high)
+        low, high = max(low, 0), min(high, rope.num_dims - 1)
         width = max(high - low, 0.001)  # of a ramp without one, as others have it
         divided = (min(max((i - low) / width, 0.0), 1.0) for i in range(rope.num_dims // 2))
         return tuple(1.0 - share + share / self.factor for share in divided)

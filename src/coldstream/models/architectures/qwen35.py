@@ -32,10 +32,11 @@ def _dense_layers(keys: Hyperparameters) -> tuple[LayerSpec, ...]:
     return hybrid_layers(keys, *_mixers(keys), read_dense_ffn(keys))
 
 
-def _mixers(keys: Hyperparameters) -> tuple[AttentionSpec, DeltaNetSpec]:
-    attention = read_attention(keys, output_gate=True, qk_norm="head")
-    check_sections(keys.keys, keys.architecture, attention.rope.num_dims)
-    return attention, read_delta_net(keys, value_heads_grouped=_value_heads_grouped(keys))
+def _mixers(keys: Hyperparameters) -> tuple[tuple[AttentionSpec, ...], DeltaNetSpec]:
+    attentions = read_attention(keys, output_gate=True, qk_norm="head")
+    for rope_dims in {attention.rope.num_dims for attention in attentions}:
+        check_sections(keys.keys, keys.architecture, rope_dims)
+    return attentions, read_delta_net(keys, value_heads_grouped=_value_heads_grouped(keys))
 
 
 def _value_heads_grouped(keys: Hyperparameters) -> bool:

@@ -15,8 +15,9 @@ from coldstream.models.spec.layer_tensors import Requirement, attention_tensors,
 
 
 def _layers(keys: Hyperparameters) -> tuple[LayerSpec, ...]:
-    attention = read_attention(keys, output_gate=False, qk_norm="head", rotates_whole_heads=True)
-    return (LayerSpec(attention, read_moe(keys, shared="none")),) * keys.num_blocks
+    moe = read_moe(keys, shared="none")
+    attentions = read_attention(keys, output_gate=False, qk_norm="head", rotates_whole_heads=True)
+    return tuple(LayerSpec(attention, moe) for attention in attentions)
 
 
 def _block_tensors(layer: LayerSpec, hidden: int) -> tuple[Requirement, ...]:

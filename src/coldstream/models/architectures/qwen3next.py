@@ -23,9 +23,9 @@ from coldstream.models.spec.layer_tensors import Requirement, each, hybrid_block
 
 
 def _layers(keys: Hyperparameters) -> tuple[LayerSpec, ...]:
-    attention = read_attention(keys, output_gate=True, qk_norm="head")
+    attentions = read_attention(keys, output_gate=True, qk_norm="head")
     delta_net = read_delta_net(keys, value_heads_grouped=True)
-    return hybrid_layers(keys, attention, delta_net, read_moe(keys, shared="gated"))
+    return hybrid_layers(keys, attentions, delta_net, read_moe(keys, shared="gated"))
 
 
 def _projections(spec: DeltaNetSpec, hidden: int) -> tuple[Requirement, ...]:

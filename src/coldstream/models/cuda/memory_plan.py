@@ -203,9 +203,12 @@ def check_supported(spec: ModelSpec) -> None:
     """UnsupportedError if the GPU has no kernels for a model of these dimensions."""
     has_delta_net = "delta_net" in spec.layer_kinds
     wanted = {
-        f"attention heads of {spec.head_dim}: multiples of {HEAD_MULTIPLE} up to {LARGEST_HEAD}": (
-            spec.head_dim % HEAD_MULTIPLE or spec.head_dim > LARGEST_HEAD
-        ),
+        **{
+            f"attention heads of {size}: multiples of {HEAD_MULTIPLE} up to {LARGEST_HEAD}": (
+                size % HEAD_MULTIPLE or size > LARGEST_HEAD
+            )
+            for _, size in (*spec.kv_heads, *spec.nextn.kv_heads)
+        },
         f"DeltaNet heads of {spec.ssm_state_size}: {HEAD_SIZES}": (
             has_delta_net and spec.ssm_state_size not in HEAD_SIZES
         ),

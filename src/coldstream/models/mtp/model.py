@@ -54,7 +54,7 @@ class MtpModel:
         check_small_tensors(spec, loader.vectors)
         layer = replace(
             trunk,
-            spec=replace(spec, layers=spec.nextn_layers, nextn_layers=()),
+            spec=spec.nextn,
             ops=ops,
             token_embd=trunk.token_embd if nextn.token_embd is None else nextn.token_embd,
             blocks=(nextn.block,),
@@ -84,7 +84,7 @@ class MtpModel:
         ops, (block,), (state,) = self.layer.ops, self.layer.blocks, cache.layers
         assert isinstance(block.mixer, AttentionWeights)
         assert isinstance(state, AttentionState)
-        angles = self.layer.angles(rows)
+        angles = self.layer.angles(rows)[block.mixer.rope]
         normed = ops.rms_norm(self._joined(token_ids, hidden), block.attn_norm, self.layer.spec.rms_norm_eps)
         key, value = ops.linear(normed, (block.mixer.attn_k, block.mixer.attn_v))
         # Keys stand for queries, as many as there are, and each attends to itself alone.

@@ -4,6 +4,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Final, TypeVar
 
+import numpy as np
+
 from coldstream.errors import InconsistentError, ModelFormatError, UnsupportedError
 from coldstream.gguf.messages import shorten
 from coldstream.gguf.metadata import Metadata
@@ -81,8 +83,31 @@ class Hyperparameters:
         return values * self.num_layers if len(values) == 1 else self._of_trunk(name, values)
 
     def flags_per_layer(self, name: str) -> tuple[bool, ...]:
-        """A flag of every layer [num_layers]."""
+        """A flag of every layer [num_layers], from an array of bools or of numbers 0 and 1."""
+        value = self.keys[self.key(name)]
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
+            return self._of_trunk(name, tuple(map(bool, self.keys.integers(self.key(name), 0, 1))))
         return self._of_trunk(name, self.keys.flags(self.key(name)))
+
+    def is_array(self, name: str) -> bool:
+        """Whether a key that is there has an array of values."""
+        return isinstance(self.keys[self.key(name)], np.ndarray)
+
+    def per_block(self, name: str, high: int) -> tuple[int, ...]:
+        """A number 1 … `high` of every block [num_blocks].
+
+        A layer whose number is 0, as it has not what is counted, gets that of the layer before it, or of the
+        first that has one. MTP blocks get that of the last layer.
+        """
+        values = self.per_layer(name, high)
+        number = next((value for value in values if value), 0)
+        if not number:
+            raise self.inconsistent(name, f"0, expected 1 to {high}")
+        found = []
+        for value in (*values, *[0] * self.num_nextn_layers):
+            number = value or number
+            found.append(number)
+        return tuple(found)
 
     def uniform(self, name: str, high: int) -> int:
         """The one number 1 … `high` of all layers that have it; 0 says that a layer has not."""

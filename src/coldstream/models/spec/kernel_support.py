@@ -55,14 +55,11 @@ def check_kernels(layers: Sequence[LayerSpec], keys: Hyperparameters) -> None:
 def _mixer_fields(spec: AttentionSpec | DeltaNetSpec) -> Iterator[_LayerField]:
     if isinstance(spec, DeltaNetSpec):
         return
-    window = spec.window
     yield _LayerField("q/k norm", spec.qk_norm, spec.qk_norm == "head", "a norm of each head")
     yield _LayerField("bias", spec.bias, not spec.bias, "attention without biases")
     yield _LayerField("causal", spec.causal, spec.causal, "causal attention", ("attention.causal",))
     yield _LayerField("sinks", spec.sinks, not spec.sinks, "attention without sinks")
     yield _LayerField("scale", spec.scale, spec.scale is None, "1 / sqrt(head size)", ("attention.scale",))
-    # Kernels have windows, but the key does not say which layers of a family have one.
-    yield _LayerField("window", window, window is None, "all positions", ("attention.sliding_window",))
 
 
 def _ffn_fields(spec: MoeSpec | DenseFfnSpec) -> Iterator[_LayerField]:
@@ -84,11 +81,12 @@ def _router_fields(spec: RouterSpec) -> Iterator[_LayerField]:
 
 
 def _check_alike(layers: Sequence[LayerSpec], keys: Hyperparameters) -> None:
-    """Caches, slots of experts and plans have one size for all layers of a kind."""
-    names = ("attention", "gated DeltaNet", "mixture-of-experts", "dense feed-forward")
+    """Recurrent states and slots of experts have one size for all layers. Attention may differ by layer."""
+    names = ("gated DeltaNet", "mixture-of-experts", "dense feed-forward")
     kinds: dict[str, set[object]] = {name: set() for name in names}
     for layer in layers:
-        kinds["attention" if layer.kind == "attention" else "gated DeltaNet"].add(layer.mixer)
+        if isinstance(layer.mixer, DeltaNetSpec):
+            kinds["gated DeltaNet"].add(layer.mixer)
         kinds["mixture-of-experts" if isinstance(layer.ffn, MoeSpec) else "dense feed-forward"].add(layer.ffn)
     for what, specs in kinds.items():
         if len(specs) > 1:

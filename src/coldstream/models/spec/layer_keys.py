@@ -8,7 +8,7 @@ UnsupportedError naming the key that is wrong.
 
 import math
 from collections.abc import Container, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -27,7 +27,7 @@ from coldstream.models.spec.layer_specs import (
     RouterSpec,
     SharedExpert,
 )
-from coldstream.models.spec.rope_keys import read_scaling
+from coldstream.models.spec.rope_keys import USUAL_YARN, YarnRules, read_scaling
 
 _GATING: Final[Mapping[int, Gating]] = MappingProxyType(
     {
@@ -42,41 +42,125 @@ _GATING: Final[Mapping[int, Gating]] = MappingProxyType(
 NORM_KEYS: Final = ("expert_weights_norm", "norm_top_k_prob")
 
 
+@dataclass(frozen=True)
+class WindowPattern:
+    """Which layers of a family have a window where no key says it, and how they rotate."""
+
+    period: int  # of each so many layers, one sees all positions
+    is_full_first: bool  # whether that is the first of them, or the last
+    is_scaled: bool  # whether a scaling of rotary embeddings counts for layers with a window too
+
+    def is_windowed(self, layer: int, period: int) -> bool:
+        """Whether a layer has a window, with a period that the file may state."""
+        return layer % period != (0 if self.is_full_first else period - 1)
+
+
+# Of families whose files state the pattern, if they state a window at all.
+_STATED: Final = WindowPattern(period=0, is_full_first=False, is_scaled=True)
+
+
 def read_attention(
-    keys: Hyperparameters, *, output_gate: bool, qk_norm: QkNorm, rotates_whole_heads: bool = False
-) -> AttentionSpec:
-    """The attention of all layers that attend. rotates_whole_heads: the default without a key for it."""
-    num_heads = keys.uniform("attention.head_count", MAX_HEADS)
-    num_kv_heads = keys.uniform("attention.head_count_kv", num_heads)
-    if num_heads % num_kv_heads:
-        raise keys.inconsistent("attention.head_count_kv", f"{num_kv_heads} for {num_heads} heads")
+    keys: Hyperparameters,
+    *,
+    output_gate: bool,
+    qk_norm: QkNorm,
+    rotates_whole_heads: bool = False,
+    windows: WindowPattern = _STATED,
+    yarn: YarnRules = USUAL_YARN,
+) -> tuple[AttentionSpec, ...]:
+    """The attention of each block [num_blocks]; one that does not attend has that of another block.
+
+    rotates_whole_heads: the default without a key for it.
+    """
+    head_counts = keys.per_block("attention.head_count", MAX_HEADS)
+    kv_head_counts = keys.per_block("attention.head_count_kv", max(head_counts))
+    for count, kv_count in zip(head_counts, kv_head_counts, strict=True):
+        if count % kv_count:
+            raise keys.inconsistent("attention.head_count_kv", f"{kv_count} for {count} heads")
+    full = AttentionSpec(
+        num_heads=head_counts[0],
+        num_kv_heads=kv_head_counts[0],
+        head_dim=_read_head_dim(keys),
+        rope=RopeSpec(0, 1.0),
+        output_gate=output_gate,
+        qk_norm=qk_norm,
+        causal=keys.flag("attention.causal", True),
+    )
+    full = replace(full, rope=_read_rope(keys, full.head_dim, rotates_whole_heads, yarn))
+    full = replace(full, scale=_read_scale(keys, full.head_dim))
+    windowed = _windowed_blocks(keys, windows)
+    of_windows = _with_window(keys, full, windows) if any(windowed) else full
+    kinds = [of_windows if flag else full for flag in windowed]
+    return tuple(
+        replace(kind, num_heads=count, num_kv_heads=kv_count)
+        for kind, count, kv_count in zip(kinds, head_counts, kv_head_counts, strict=True)
+    )
+
+
+def _read_head_dim(keys: Hyperparameters) -> int:
     head_dim = keys.integer("attention.key_length", 1, 1024)
     value_length = keys.integer("attention.value_length", 1, 1024, head_dim)
     if value_length != head_dim:
         raise keys.inconsistent("attention.value_length", f"{value_length}, the keys have {head_dim}")
-    default_rope_dims = head_dim if rotates_whole_heads else None
-    rope_dims = keys.integer("rope.dimension_count", 2, head_dim, default_rope_dims)
-    if rope_dims % 2:
-        raise keys.inconsistent("rope.dimension_count", f"{rope_dims}, expected an even number")
-    rope = RopeSpec(rope_dims, keys.number("rope.freq_base", 1.0, 1e12))
-    context_length = keys.integer("context_length", 1, 1 << 24)
-    scaling = read_scaling(keys.keys, keys.architecture, rope, context_length)
-    usual_scale = 1 / math.sqrt(head_dim)
+    return head_dim
+
+
+def _read_scale(keys: Hyperparameters, head_dim: int) -> float | None:
+    """None for the usual one."""
     scale = keys.number("attention.scale", 0.0, 1e6, 0.0)
-    # A window as long as the context has no effect, and 0 means none.
-    window = keys.integer("attention.sliding_window", 0, 1 << 32, 0)
-    is_hiding = 0 < window < context_length
-    return AttentionSpec(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        rope=replace(rope, scaling=scaling),
-        output_gate=output_gate,
-        qk_norm=qk_norm,
-        scale=None if scale == 0 or math.isclose(scale, usual_scale, rel_tol=1e-6) else scale,
-        causal=keys.flag("attention.causal", True),
-        window=window if is_hiding else None,
+    usual_scale = 1 / math.sqrt(head_dim)
+    return None if scale == 0 or math.isclose(scale, usual_scale, rel_tol=1e-6) else scale
+
+
+def _read_rope(keys: Hyperparameters, head_dim: int, rotates_whole_heads: bool, yarn: YarnRules) -> RopeSpec:
+    """The rotary embedding of layers that see all positions."""
+    rope = RopeSpec(
+        _read_rope_dims(keys, "rope.dimension_count", head_dim, head_dim if rotates_whole_heads else None),
+        keys.number("rope.freq_base", 1.0, 1e12),
     )
+    context_length = keys.integer("context_length", 1, 1 << 24)
+    scaling = read_scaling(keys.keys, keys.architecture, rope, context_length, yarn)
+    return replace(rope, scaling=scaling)
+
+
+def _read_rope_dims(keys: Hyperparameters, name: str, head_dim: int, default: int | None) -> int:
+    rope_dims = keys.integer(name, 2, head_dim, default)
+    if rope_dims % 2:
+        raise keys.inconsistent(name, f"{rope_dims}, expected an even number")
+    return rope_dims
+
+
+def _with_window(keys: Hyperparameters, full: AttentionSpec, windows: WindowPattern) -> AttentionSpec:
+    """The attention of layers with a window, which may rotate in another way than `full`."""
+    rope = RopeSpec(
+        _read_rope_dims(keys, "rope.dimension_count_swa", full.head_dim, full.rope.num_dims),
+        keys.number("rope.freq_base_swa", 1.0, 1e12, full.rope.theta),
+    )
+    if windows.is_scaled and full.rope.scaling is not None:
+        if rope != replace(full.rope, scaling=None):
+            problem = f"{rope.theta:g}, supported: one rotary embedding where windows are scaled"
+            raise keys.error(UnsupportedError, "rope.freq_base_swa", problem)
+        rope = full.rope
+    window = keys.integer("attention.sliding_window", 0, 1 << 32, 0)
+    is_hiding = window < keys.integer("context_length", 1, 1 << 24)  # a longer one has no effect
+    return replace(full, rope=rope, window=window if is_hiding else None)
+
+
+def _windowed_blocks(keys: Hyperparameters, windows: WindowPattern) -> tuple[bool, ...]:
+    """Whether each block has a window; a block for multi-token prediction has none."""
+    name = "attention.sliding_window"
+    window = keys.integer(name, 0, 1 << 32, 0)  # 0 means none
+    flags: tuple[bool, ...] = (False,) * keys.num_layers
+    pattern = f"{name}_pattern"
+    if window and pattern in keys and keys.is_array(pattern):
+        flags = keys.flags_per_layer(pattern)
+    elif window and (windows.period or pattern in keys):
+        period = keys.integer(pattern, 1, MAX_BLOCKS, windows.period or None)
+        flags = tuple(windows.is_windowed(layer, period) for layer in range(keys.num_layers))
+    elif 0 < window < keys.integer("context_length", 1, 1 << 24):
+        problem = f"{window}, supported: all positions, or windows of the layers that {pattern} names"
+        raise keys.error(UnsupportedError, name, problem)
+    return flags + (False,) * keys.num_nextn_layers
 
 
 def read_delta_net(keys: Hyperparameters, *, value_heads_grouped: bool) -> DeltaNetSpec:
@@ -151,14 +235,20 @@ def read_ffns(keys: Hyperparameters, moe: MoeSpec) -> tuple[MoeSpec | DenseFfnSp
 
 def hybrid_layers(
     keys: Hyperparameters,
-    attention: AttentionSpec,
+    attentions: tuple[AttentionSpec, ...],
     delta_net: DeltaNetSpec,
     ffn: MoeSpec | DenseFfnSpec,
 ) -> tuple[LayerSpec, ...]:
-    """Layers of two kinds of mixer [num_blocks]; blocks for multi-token prediction always attend."""
-    kinds = layer_kinds(keys, keys.tensor_names)
-    mixers = tuple(attention if kind == "attention" else delta_net for kind in kinds)
-    return tuple(LayerSpec(mixer, ffn) for mixer in (*mixers, *[attention] * keys.num_nextn_layers))
+    """Layers of two kinds of mixer [num_blocks]; blocks for multi-token prediction always attend.
+
+    attentions: of all blocks, as `read_attention` gives it.
+    """
+    recurrent = [kind == "delta_net" for kind in layer_kinds(keys, keys.tensor_names)]
+    recurrent += [False] * keys.num_nextn_layers
+    return tuple(
+        LayerSpec(delta_net if flag else attention, ffn)
+        for flag, attention in zip(recurrent, attentions, strict=True)
+    )
 
 
 def layer_kinds(keys: Hyperparameters, tensor_names: Container[str]) -> tuple[LayerKind, ...]:

@@ -132,7 +132,6 @@ class LayerSpec:
 
 
 # Stand for kinds of layers that a model does not have.
-NO_ATTENTION = AttentionSpec(num_heads=0, num_kv_heads=0, head_dim=0, rope=RopeSpec(0, 1.0))
 NO_DELTA_NET = DeltaNetSpec(
     conv_kernel=0, state_size=0, num_key_heads=0, num_value_heads=0, value_heads_grouped=False
 )

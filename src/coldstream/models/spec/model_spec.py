@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from coldstream.models.spec.layer_specs import (
-    NO_ATTENTION,
     NO_DELTA_NET,
     NO_EXPERTS,
     AttentionSpec,
@@ -23,8 +22,9 @@ class ModelSpec:
     """Names follow the Hugging Face configuration; sizes are in elements, 0 for parts that a model lacks.
 
     The blocks of the file are the layers of the trunk, 0 … num_layers − 1, then num_nextn_layers more. Those
-    predict further tokens (MTP) and take no part in the forward pass. Layers of a kind are alike, so that
-    their sizes are the model's.
+    predict further tokens (MTP) and take no part in the forward pass. The attention of each layer may have
+    other heads, another window and another rotary embedding. All layers with a gated DeltaNet are alike, and
+    so are all with experts and all dense ones: their sizes are the model's.
     """
 
     architecture: str
@@ -70,10 +70,19 @@ class ModelSpec:
         return tuple(layer.kind for layer in self.layers)
 
     @property
-    def attention(self) -> AttentionSpec:
-        """The attention of all blocks that attend."""
-        mixers = (layer.mixer for layer in self.blocks)
-        return next((mixer for mixer in mixers if isinstance(mixer, AttentionSpec)), NO_ATTENTION)
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        """Of the layers that attend, in order."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
+
+    @property
+    def kv_heads(self) -> tuple[tuple[int, int], ...]:
+        """Of each layer that attends: its heads of keys and values, and the size of a head."""
+        return tuple((each.num_kv_heads, each.head_dim) for each in self.attentions)
+
+    @property
+    def nextn(self) -> Self:
+        """The MTP blocks as a model of their own."""
+        return replace(self, layers=self.nextn_layers, nextn_layers=())
 
     @property
     def delta_net(self) -> DeltaNetSpec:
@@ -97,7 +106,7 @@ class ModelSpec:
         return numbers or tuple(range(self.num_layers))
 
     def with_window(self, window: int | None) -> Self:
-        """The same with attention to the last `window` positions, at least 1; None: as it is."""
+        """The same with attention to at most the last `window` positions, at least 1; None: as it is."""
         if window is None:
             return self
         trunk, nextn = (
@@ -109,19 +118,6 @@ class ModelSpec:
     @property
     def is_moe(self) -> bool:
         return self.num_experts > 0
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.attention.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.attention.head_dim
-
-    @property
-    def query_dim(self) -> int:
-        """Width of all query heads together."""
-        return self.attention.query_dim
 
     @property
     def conv_kernel(self) -> int:
@@ -151,4 +147,5 @@ class ModelSpec:
 def _with_window(layer: LayerSpec, window: int) -> LayerSpec:
     if not isinstance(layer.mixer, AttentionSpec):
         return layer
-    return replace(layer, mixer=replace(layer.mixer, window=window))
+    narrower = window if layer.mixer.window is None else min(window, layer.mixer.window)
+    return replace(layer, mixer=replace(layer.mixer, window=narrower))

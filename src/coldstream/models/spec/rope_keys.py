@@ -4,7 +4,7 @@ The keys are those of all families and of drafters. They mean what they do in ll
 type is linear, and a factor of 0 is none. The factor of attention scales cosines and sines whatever the type.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from coldstream.errors import InconsistentError, UnsupportedError
@@ -16,16 +16,24 @@ _MAX_CONTEXT: Final = 1 << 24
 _TYPES: Final = ("none", "default", "linear", "yarn")
 # Of YaRN, with the values that they have where they are absent. Other programs ignore other values or take
 # them, depending on the family.
-_YARN_CONSTANTS: Final = {
-    "yarn_ext_factor": 1.0,
-    "yarn_attn_factor": 1.0,
-    "yarn_beta_fast": 32.0,
-    "yarn_beta_slow": 1.0,
-    "yarn_log_multiplier": 0.0,
-}
+_YARN_CONSTANTS: Final = {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_log_multiplier": 0.0}
+_YARN_BETAS: Final = {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
 
 
-def read_scaling(keys: Metadata, prefix: str, plain: RopeSpec, context_length: int) -> RopeScaling | None:
+@dataclass(frozen=True)
+class YarnRules:
+    """What a family says of YaRN."""
+
+    has_betas: bool = False  # whether the keys of both betas count; others than the usual are refused if not
+    truncate: bool = True  # see `Yarn`
+
+
+USUAL_YARN: Final = YarnRules()
+
+
+def read_scaling(
+    keys: Metadata, prefix: str, plain: RopeSpec, context_length: int, rules: YarnRules = USUAL_YARN
+) -> RopeScaling | None:
     """The scaling of `plain` that the keys `{prefix}.rope.…` ask for; None for none.
 
     Raises UnsupportedError for a type or a constant that is not computed, and otherwise as `Metadata`.
@@ -38,8 +46,25 @@ def read_scaling(keys: Metadata, prefix: str, plain: RopeSpec, context_length: i
     older = keys.number(f"{prefix}.rope.scale_linear", 0.0, 1e6, 0.0)
     factor = keys.number(f"{prefix}.rope.scaling.factor", 0.0, 1e6, older) or 1.0
     if kind == "yarn":
-        return _yarn(keys, prefix, plain, Yarn(factor, context_length), magnitude)
+        fast, slow = _read_betas(keys, prefix, rules)
+        yarn = Yarn(factor, context_length, fast, slow, rules.truncate)
+        return _yarn(keys, prefix, plain, yarn, magnitude)
     return linear(plain, factor if kind == "linear" else 1.0, magnitude)
+
+
+def _read_betas(keys: Metadata, prefix: str, rules: YarnRules) -> tuple[float, float]:
+    """The fast one, then the slow one."""
+    found = {}
+    for name, usual in _YARN_BETAS.items():
+        key = f"{prefix}.rope.scaling.{name}"
+        found[name] = keys.number(key, 1e-3, 1e6, usual)
+        if found[name] != usual and not rules.has_betas:
+            raise keys.error(UnsupportedError, key, f"{found[name]:g}, supported: {usual:g}")
+    fast, slow = found.values()
+    if fast <= slow:
+        problem = f"{fast:g}, expected more than that of slow dimensions, {slow:g}"
+        raise keys.error(InconsistentError, f"{prefix}.rope.scaling.yarn_beta_fast", problem)
+    return fast, slow
 
 
 def _yarn(keys: Metadata, prefix: str, plain: RopeSpec, yarn: Yarn, magnitude: float) -> RopeScaling | None:
