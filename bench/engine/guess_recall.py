@@ -40,11 +40,11 @@ class SeenOps(ReferenceOps):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[torch.Tensor, Any, torch.Tensor]] = []
+        self.seen: list[tuple[torch.Tensor, RouterWeights, torch.Tensor]] = []
 
     def router(self, x: Any, weights: RouterWeights, experts: ExpertWeights) -> Routing:
         routing = super().router(x, weights, experts)
-        self.seen.append((x.clone(), weights.gate, routing.ids.clone()))
+        self.seen.append((x.clone(), weights, routing.ids.clone()))
         return routing
 
 
@@ -56,8 +56,8 @@ def chosen(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
 def measure(ops: SeenOps, distance: int, num_experts: int) -> dict[str, float]:
     """Over all layers that are guessed at."""
     right = uses = right_rare = rare = guessed_rare = 0
-    for (x, _, _), (_, weight, ids) in zip(ops.seen, ops.seen[distance:], strict=False):
-        guess = chosen(ops.choose_experts(x, weight, ids.shape[1])[0], num_experts)
+    for (x, _, _), (_, weights, ids) in zip(ops.seen, ops.seen[distance:], strict=False):
+        guess = chosen(ops.choose_experts(x, weights)[0], num_experts)
         real = chosen(ids, num_experts)
         recent = torch.zeros_like(real)
         for back in range(1, RECENT + 1):

@@ -45,6 +45,7 @@ from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.kernels.experts.split import MAX_NS, MissTimes
 from coldstream.kernels.experts.stamps import read_stamps
 from coldstream.kernels.ops import RouterWeights
+from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.planning.machine import measured_hardware
 
 MISSING = (1, 2, 4)
@@ -77,10 +78,18 @@ def make_ops(memory: Memory, mailbox: Mailbox, layers: Layers, prefetching: Pref
     )
     ops = CudaOps(memory, 1, 64, executor, notes_kernels=is_plan)
     partial = executor_of(ops)
-    partial.number_layers(zip(layers.routers, layers.experts, strict=True))
+    partial.number_layers(
+        (router_of(layers, gate), weights)
+        for gate, weights in zip(layers.routers, layers.experts, strict=True)
+    )
     if not is_plan:
         partial.decode.set_times(MissTimes(1, (MAX_NS,) * MAX_MAILBOX_ROWS, layer=MAX_NS))
     return ops
+
+
+def router_of(layers: Layers, gate: QuantTensor) -> RouterWeights:
+    """The router of a layer, of its matrix."""
+    return RouterWeights(gate, layers.shared_gate, layers.shape.experts_per_token)
 
 
 def executor_of(ops: CudaOps) -> PartialExecutor:
@@ -99,8 +108,7 @@ def run_step(ops: CudaOps, layers: Layers, pause: Pause) -> tuple[DeviceArray, .
     for layer, (router, weights) in enumerate(zip(layers.routers, layers.experts, strict=True)):
         if layer > 0:
             pause()
-        router_weights = RouterWeights(router, layers.shared_gate, layers.shape.experts_per_token)
-        routing = ops.router(x, router_weights, weights)
+        routing = ops.router(x, router_of(layers, router), weights)
         outputs = ops.experts(x, routing, weights)
         total, _ = ops.add_norm(layers.x, outputs, layers.norm, EPS)
     ops.finish_step()

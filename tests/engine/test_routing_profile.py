@@ -14,7 +14,7 @@ from coldstream.engine.routing_profile import profile_text, record_routing
 from coldstream.errors import InvalidRequestError, UnsupportedError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
-from coldstream.kernels.ops import Rows
+from coldstream.kernels.ops import RouterWeights, Rows
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kvcache.cache import ModelCache
 from coldstream.models import read_spec
@@ -34,12 +34,10 @@ class ListeningOps(ReferenceOps):
         super().__init__(exact=True)
         self.topk_ids: list[np.ndarray] = []
 
-    def choose_experts(
-        self, x: torch.Tensor, weight: torch.Tensor, num_experts_per_tok: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, weights = super().choose_experts(x, weight, num_experts_per_tok)
+    def choose_experts(self, x: torch.Tensor, weights: RouterWeights) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, topk_weights = super().choose_experts(x, weights)
         self.topk_ids.append(ids.numpy())
-        return ids, weights
+        return ids, topk_weights
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,7 @@ class DecodeSteps:
         assert isinstance(self.ops.executor, PartialExecutor)
         self.executor = self.ops.executor
         self.weights = [self._layer(layer) for layer in range(self.spec.num_layers)]
-        routers = [self._floats(self.spec.num_experts) for _ in self.weights]
+        routers = [self._router() for _ in self.weights]
         self.executor.number_layers(zip(routers, self.weights, strict=True))
         self.partial.attach(self.executor)
         self.partial.connect()
@@ -94,6 +94,10 @@ class DecodeSteps:
         routed = [self.file.tensors[f"blk.{layer}.ffn_{name}_exps.weight"] for name in names]
         stacks = [self.ops.map_weight(self.file, info) for info in routed]
         return ExpertWeights(*stacks, None, None, None)
+
+    def _router(self) -> RouterWeights:
+        gate, shared_gate = self._floats(self.spec.num_experts), self._floats(1)
+        return RouterWeights(gate, shared_gate, self.spec.num_experts_per_tok)
 
     def _floats(self, rows: int) -> QuantTensor:
         data = HostArray.of(np.zeros(4 * rows * self.spec.hidden_size, np.uint8))
@@ -119,13 +123,7 @@ class DecodeSteps:
     def route(self, layer: int, rows: int) -> None:
         """Queues the router of a layer."""
         x = self.ops.activations(rows, self.spec.hidden_size)
-        self.ops.router(
-            x,
-            RouterWeights(
-                self._floats(self.spec.num_experts), self._floats(1), self.spec.num_experts_per_tok
-            ),
-            self.weights[layer],
-        )
+        self.ops.router(x, self._router(), self.weights[layer])
 
     def step(self, rows: int) -> None:
         """A step as a runner queues it."""
@@ -138,7 +136,7 @@ class DecodeSteps:
 
     def _route(self, *args: Any) -> None:
         """Like router.cu: guesses at a later layer's experts. Kernels synchronise by keys: no race."""
-        _, _, shares, *_, sharing, ahead, _ = args
+        _, _, shares, *_, sharing, ahead, _, _ = args
         num_guesses = shares.num_tokens * self.spec.num_experts_per_tok
         self._guessed = [(ahead.ids, 4 * num_guesses)] if ahead.ids else []
         self.device.queue("router", writes=self._guessed)

@@ -49,9 +49,9 @@ from coldstream.kernels.linear import cuda_float_gemm, skinny_layouts
 from coldstream.kernels.linear import cuda_gemm as linear_gemm
 from coldstream.kernels.linear.integer_types import BLOCK_TYPES, INTEGER_TYPES, MINIMUM_TYPES
 from coldstream.kernels.linear.skinny_layouts import Walk
-from coldstream.kernels.ops import BLOCK_POSITIONS, MAX_TREE_ROWS
+from coldstream.kernels.ops import BLOCK_POSITIONS, GATINGS, MAX_TREE_ROWS
 from coldstream.kernels.router import cuda as router
-from coldstream.kernels.router.reference import SMALLEST_SUM
+from coldstream.kernels.router.reference import SUM_EPSILON
 from coldstream.kernels.sample import cuda as sample
 
 for path in KERNELS.rglob("*.py"):
@@ -61,6 +61,13 @@ for path in KERNELS.rglob("*.py"):
 Layout = type[ctypes.Structure] | np.dtype  # type: ignore[type-arg]
 FLOAT_VALUES = {QuantType.F32: "float", QuantType.F16: "Half", QuantType.BF16: "Bfloat16"}
 TILING = "coldstream::gemm::{}"
+NUMBERS_OF = {gating: number for number, gating in GATINGS.items()}
+ENUMERATORS = {
+    "softmax": "softmax",
+    "sigmoid": "sigmoid",
+    "softmax of the chosen": "softmax_of_chosen",
+    "square root of softplus": "root_of_softplus",
+}
 
 
 def bits_of(cache_name: str) -> int:
@@ -288,7 +295,8 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "choose_threads": router.CHOOSE_THREADS,
         "row_padding": router.ROW_PADDING,
         "column_multiple": router.COLUMN_MULTIPLE,
-        "smallest_sum": SMALLEST_SUM,
+        "double(sum_epsilon)": float(np.float32(SUM_EPSILON)),
+        **{f"int({enumerator})": NUMBERS_OF[gating] for gating, enumerator in ENUMERATORS.items()},
         "max_normed_tokens": router.MAX_TOKENS,
         "sizeof(uint64_t) * scratch_numbers<8>": router._scratch_bytes(1, 8),
     },

@@ -9,7 +9,7 @@ from random_blocks import random_weight
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.dequantize.reference import dequantize
 from coldstream.kernels.linear.reference import linear_exact
-from coldstream.kernels.ops import Ops
+from coldstream.kernels.ops import Ops, RouterWeights
 from coldstream.kernels.reference_ops import ReferenceOps
 
 METHODS = [name for name in vars(Ops) if not name.startswith("_")]
@@ -62,4 +62,4 @@ def test_trap_48_no_rows_give_empty_results() -> None:
     assert ops.rms_norm(x, torch.ones(4), 1e-6).shape == (0, 4)
     assert ops.linear(x, [weight])[0].shape == (0, 3)
     assert ops.swiglu(x, x).shape == (0, 4)
-    assert [part.shape[0] for part in ops.choose_experts(x, weight, 2)] == [0, 0]
+    assert [part.shape[0] for part in ops.choose_experts(x, RouterWeights(weight, None, 2))] == [0, 0]

@@ -102,7 +102,8 @@ class DecodeExperts:
 
     @property
     def _can_look_ahead(self) -> bool:
-        shapes = {router.shape for router in self._tables.routers if isinstance(router, QuantTensor)}
+        routers = self._tables.routers
+        shapes = {each.gate.shape for each in routers if isinstance(each.gate, QuantTensor)}
         return len(shapes) == 1
 
     def route(self, x: Activations, weights: RouterWeights, experts: ExpertWeights) -> Routing:
@@ -156,13 +157,14 @@ class DecodeExperts:
 
     def _ahead(self, later: int, tokens: int, ranks: int, hints: Hints | None) -> Ahead:
         router = self._tables.routers[later]
-        assert isinstance(router, QuantTensor)
+        assert isinstance(router.gate, QuantTensor)
         return Ahead(
-            as_floats(router),
+            as_floats(router.gate),
             self.chosen.guessed[later, :tokens],
-            self._device.empty(tokens, router.shape[0]),
+            self._device.empty(tokens, router.gate.shape[0]),
             self._device.empty(tokens, ranks),
             hints,
+            router.rule,
         )
 
     def _look_ahead(self, ring: PrefetchRing, layer: int, tokens: int, later: int | None) -> None:

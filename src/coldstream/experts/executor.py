@@ -17,7 +17,6 @@ from coldstream.experts.prefill import PrefillExperts
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.array import ALIGNMENT
-from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.experts.executor import WithWholeFfns
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
@@ -59,7 +58,7 @@ class PartialExecutor(WithWholeFfns):
         self.decode = DecodeExperts(kernels, self.tables, mailbox, chosen, self.prefetch, staging)
         self.prefill = PrefillExperts(kernels, self.tables, host, self.ring)
 
-    def number_layers(self, layers: Iterable[tuple[CudaWeight, ExpertWeights]]) -> None:
+    def number_layers(self, layers: Iterable[tuple[RouterWeights, ExpertWeights]]) -> None:
         """Call once after loading, with the routers and experts of all layers in the model's order.
 
         ValueError for experts that do not fit into the ring.

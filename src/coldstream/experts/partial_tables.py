@@ -6,18 +6,17 @@ from dataclasses import replace
 from coldstream.experts.host import HostExperts
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.cuda.contents import clear
-from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.memory import Memory
 from coldstream.kernels.experts.cuda_layer import Stacks, stacks_of
 from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.table import ExpertTable
-from coldstream.kernels.ops import ExpertWeights
+from coldstream.kernels.ops import ExpertWeights, RouterWeights
 
 
 class PartialTables:
     """Tables in `memory`, into which `ExpertResidency` writes the addresses of slots.
 
-    `layers` has the tables of each layer that may miss an expert, and `routers` its router's weight. They are
+    `layers` has the tables of each layer that may miss an expert, and `routers` its router. They are
     in the model's order without `whole_layers`, as `slot_shares` numbers them. The device reads experts over
     the bus only after `connect`; those of a pool, once `ExpertResidency` has written where they are. `host`
     is None over a `MemoryPlan`.
@@ -27,7 +26,7 @@ class PartialTables:
         self._memory, self._host = memory, host
         self._whole = tuple(f"blk.{layer}." for layer in whole_layers)
         self.layers: list[Stacks] = []
-        self.routers: list[CudaWeight] = []
+        self.routers: list[RouterWeights] = []
         self._numbers: dict[int, int] = {}  # by the identity of a layer's first table
 
     def map_stack(self, file: GGUFFile, info: TensorInfo) -> ExpertTable | None:
@@ -51,7 +50,7 @@ class PartialTables:
             source=source,
         )
 
-    def number(self, layers: Iterable[tuple[CudaWeight, ExpertWeights]]) -> None:
+    def number(self, layers: Iterable[tuple[RouterWeights, ExpertWeights]]) -> None:
         """Call once after loading, with the routers and experts of all layers in the model's order."""
         for router, weights in layers:
             if not weights.gate.is_partial:

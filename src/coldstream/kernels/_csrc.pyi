@@ -309,9 +309,9 @@ def top_log_probs(runtime: Runtime, logits: Annotated[NDArray[numpy.float32], di
     The k greatest of each row of logits [T, V], float32, of equal ones the lowest ids first: ids int32 and log_probs float32 [T, k], contiguous; log_probs of a softmax over the row, NaN unless all logits are finite.
     """
 
-def router(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], weight: Weight, topk_ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), device='cpu')], topk_weights: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
+def router(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], weight: Weight, topk_ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), device='cpu')], topk_weights: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], rule: object | None = None) -> None:
     """
-    `Ops.router`: x [T, E] float32, weight F32, F16 or BF16 [experts, E]; writes contiguous topk_ids int32 [T, K] and topk_weights float32 [T, K].
+    `Ops.router`: x [T, E] float32, weight F32, F16 or BF16 [experts, E]; writes contiguous topk_ids int32 [T, K] and topk_weights float32 [T, K]. rule: a `ChoiceRule`, None for a renormalised softmax.
     """
 
 class BatchRows:

@@ -83,8 +83,8 @@ class ComposedOps(ABC):
         """`Ops.inject_norm` of a plain update."""
 
     @abstractmethod
-    def choose_experts(self, x: Array, weight: Weight, num_experts_per_tok: int) -> tuple[Array, Array]:
-        """Softmax over all experts, top-k (ties: lowest id), renormalised: int32 ids and weights, [T, K]."""
+    def choose_experts(self, x: Array, weights: RouterWeights) -> tuple[Array, Array]:
+        """The choice of `Ops.router`: int32 ids and weights, [T, K]."""
 
     @abstractmethod
     def routed_experts(self, x: Array, topk_ids: Array, gate: Weight, up: Weight, down: Weight) -> Array:
@@ -135,7 +135,7 @@ class ComposedOps(ABC):
         return ffn_of_products(self, x, weights)
 
     def router(self, x: Array, weights: RouterWeights, experts: ExpertWeights) -> Routing:
-        ids, topk_weights = self.choose_experts(x, weights.gate, weights.num_experts_per_tok)
+        ids, topk_weights = self.choose_experts(x, weights)
         shared = None if weights.shared_gate is None else self.linear(x, (weights.shared_gate,))[0]
         return Routing(ids, topk_weights, shared)
 

@@ -28,6 +28,7 @@ from coldstream.kernels.ops import (
     DeltaNetWeights,
     RecurrentLayer,
     RopeSpec,
+    RouterWeights,
     Rows,
 )
 
@@ -279,10 +280,10 @@ class CpuOps(ComposedOps):
         """A captured commit is run with the rows of each path."""
         return len(path.sources) if self._arena is not None else int(path.count[0])
 
-    def choose_experts(self, x: Array, weight: _csrc.Weight, num_experts_per_tok: int) -> tuple[Array, Array]:
-        ids = self._empty_ids(x.shape[0], num_experts_per_tok)
-        topk_weights = self._empty(x.shape[0], num_experts_per_tok)
-        _csrc.router(self._runtime, x, weight, ids, topk_weights)
+    def choose_experts(self, x: Array, weights: RouterWeights) -> tuple[Array, Array]:
+        ids = self._empty_ids(x.shape[0], weights.num_experts_per_tok)
+        topk_weights = self._empty(x.shape[0], weights.num_experts_per_tok)
+        _csrc.router(self._runtime, x, weights.gate, ids, topk_weights, weights.rule)
         return ids, topk_weights
 
     def _empty_ids(self, num_rows: int, num_experts_per_tok: int) -> Array:
@@ -347,8 +348,8 @@ class RoutingCpuOps(CpuOps):
         super().__init__(threads, tier)
         self.topk_ids: list[Array] = []
 
-    def choose_experts(self, x: Array, weight: _csrc.Weight, num_experts_per_tok: int) -> tuple[Array, Array]:
-        ids, topk_weights = super().choose_experts(x, weight, num_experts_per_tok)
+    def choose_experts(self, x: Array, weights: RouterWeights) -> tuple[Array, Array]:
+        ids, topk_weights = super().choose_experts(x, weights)
         self.topk_ids.append(ids)
         return ids, topk_weights
 

@@ -13,8 +13,9 @@ and a torch.Tensor under `ReferenceOps`. Layers may index, slice and reshape arr
 Caches also assign 0 or another array to contiguous parts. All arithmetic goes through `Ops`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -24,6 +25,11 @@ from coldstream.gguf.reader import GGUFFile, TensorInfo
 Array = Any  # see the module docstring
 Weight = Any  # result of `load_weight` of the same Ops, opaque to others
 DeltaNetGate = Literal["silu", "sigmoid"]
+Gating = Literal["softmax", "sigmoid", "softmax of the chosen", "square root of softplus"]
+# By their numbers in files, which kernels use too.
+GATINGS: Mapping[int, Gating] = MappingProxyType(
+    {1: "softmax", 2: "sigmoid", 3: "softmax of the chosen", 4: "square root of softplus"}
+)
 
 
 BLOCK_POSITIONS = 256  # in a block of keys and values, and in a chunk that attention sums separately
@@ -180,20 +186,51 @@ class DeltaNetWeights:
 
 
 @dataclass(frozen=True)
+class RouterSpec:
+    """How a token chooses its experts: scores by `gating`, the best of them, weights of the chosen."""
+
+    gating: Gating = "softmax"
+    bias: bool = False  # of the logits
+    selection_bias: bool = False  # added to the scores for choosing, and not to the weights
+    normalised: bool = True  # the weights of the chosen are divided by their sum
+    scale: float = 1.0  # of the weights, after that
+    num_groups: int = 1  # of experts that follow each other; a group counts the sum of its two best
+    num_used_groups: int = 1  # the best groups, from which experts are chosen
+
+
+@dataclass(frozen=True)
+class ChoiceRule:
+    """How logits become experts and weights: the numbers of a spec, and the vectors that it asks for."""
+
+    spec: RouterSpec = RouterSpec()
+    bias: Array = None  # [experts]; None without one, as those below
+    selection_bias: Array = None  # [experts]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether weights are a softmax over all experts, renormalised."""
+        return self.spec == RouterSpec() and self.bias is None and self.selection_bias is None
+
+
+PLAIN_RULE = ChoiceRule()
+
+
+@dataclass(frozen=True)
 class RouterWeights:
-    """How a layer chooses experts. A new property of a router is a field here."""
+    """How a layer chooses experts. A new property of a router is a field here, or of its rule."""
 
     gate: Weight  # [experts, E]
     shared_gate: Weight  # [1, E]; None without a shared expert, or for one of weight 1
     num_experts_per_tok: int
+    rule: ChoiceRule = PLAIN_RULE
 
 
 @dataclass(frozen=True)
 class Routing:
     """The experts of each token. shared_gate: the logit of the shared expert's gate, before its sigmoid."""
 
-    ids: Array  # int32 [T, K], in descending order of weight
-    weights: Array  # [T, K], renormalised
+    ids: Array  # int32 [T, K], the best first; without a selection bias in descending order of weight
+    weights: Array  # [T, K]
     shared_gate: Array  # [T, 1]; None without a shared expert, or for one of weight 1
     places: Any = None  # where experts are computed, for `Ops` that share pairs out
 
@@ -369,7 +406,7 @@ class Ops(Protocol):
         """down(silu(gate x) · up x): [T, E] → [T, E], or as outputs of one expert of weight 1."""
 
     def router(self, x: Array, weights: RouterWeights, experts: ExpertWeights) -> Routing:
-        """Softmax of x times `weights.gate`, top-k (ties: lowest id), renormalised.
+        """The choice by the products of x and `weights.gate`, as `kernels/router/reference.py` defines it.
 
         experts: those to choose from.
         """

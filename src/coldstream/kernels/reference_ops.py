@@ -25,6 +25,7 @@ from coldstream.kernels.ops import (
     DeltaNetInputs,
     DeltaNetWeights,
     RopeSpec,
+    RouterWeights,
     Rows,
     Weight,
 )
@@ -156,13 +157,12 @@ class ReferenceOps(ComposedOps):
             return self._gated_delta_net(inputs, weights, conv_state, state)
         return gated_delta_net_batch(self._gated_delta_net, inputs, weights, conv_state, state)
 
-    def choose_experts(
-        self, x: torch.Tensor, weight: Weight, num_experts_per_tok: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose_experts(self, x: torch.Tensor, weights: RouterWeights) -> tuple[torch.Tensor, torch.Tensor]:
         # The router multiplies floats, whatever its weight's type.
-        values = dequantize(weight) if isinstance(weight, QuantTensor) else weight
+        gate = weights.gate
+        values = dequantize(gate) if isinstance(gate, QuantTensor) else gate
         logits = exact_arithmetic.dot_lanes(x, values) if self.exact else linear(x, values)
-        return self._choose_experts(logits, num_experts_per_tok)
+        return self._choose_experts(logits, weights.num_experts_per_tok, weights.rule)
 
     def routed_experts(
         self, x: torch.Tensor, topk_ids: torch.Tensor, gate: Weight, up: Weight, down: Weight

@@ -9,6 +9,7 @@ from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.ops import (
     Array,
     AttentionHeads,
+    ChoiceRule,
     DeltaNetWeights,
     ExpertWeights,
     FfnWeights,
@@ -175,7 +176,6 @@ class Loader:
             sizes=(spec.ffn_size, spec.ffn_size),
         )
         experts = ExpertWeights(ffn_gate_exps, ffn_up_exps, self.mapped(f"{prefix}ffn_down_exps"))
-        ffn_gate_inp_shexp = None
         if spec.shared != "none":
             experts = replace(
                 experts,
@@ -183,10 +183,23 @@ class Loader:
                 shared_up=self.weight(f"{prefix}ffn_up_shexp"),
                 shared_down=self.weight(f"{prefix}ffn_down_shexp"),
             )
+        return MoeWeights(self.router(prefix, spec), experts)
+
+    def router(self, prefix: str, spec: MoeSpec) -> RouterWeights:
+        shared_gate = None
         if spec.shared == "gated":
             # Some files store the one row of this matrix as a vector.
             gate = self.file.tensors[f"{prefix}ffn_gate_inp_shexp.weight"]
             gate = replace(gate, shape=(1, self.spec.hidden_size))
-            ffn_gate_inp_shexp = self.ops.load_weight(self.file, gate)
-        gate = self.ops.load_float_weight(self.file, self.file.tensors[f"{prefix}ffn_gate_inp.weight"])
-        return MoeWeights(RouterWeights(gate, ffn_gate_inp_shexp, spec.num_experts_per_tok), experts)
+            shared_gate = self.ops.load_weight(self.file, gate)
+        router, name = spec.router, f"{prefix}ffn_gate_inp"
+        return RouterWeights(
+            gate=self.ops.load_float_weight(self.file, self.file.tensors[f"{name}.weight"]),
+            shared_gate=shared_gate,
+            num_experts_per_tok=spec.num_experts_per_tok,
+            rule=ChoiceRule(
+                router,
+                bias=self.vector(f"{name}.bias") if router.bias else None,
+                selection_bias=self.vector(f"{prefix}exp_probs_b.bias") if router.selection_bias else None,
+            ),
+        )

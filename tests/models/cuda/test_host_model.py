@@ -24,7 +24,7 @@ from coldstream.experts.prefetch import Prefetching
 from coldstream.kernels.cuda.contents import CudaArray
 from coldstream.kernels.cuda.runtime import calls
 from coldstream.kernels.experts import moe
-from coldstream.kernels.ops import SHORT_CONTEXT
+from coldstream.kernels.ops import SHORT_CONTEXT, ChoiceRule
 from coldstream.kernels.router.cuda import router_choose_cuda
 from coldstream.kvcache import Batch, CacheSize, Segment
 from coldstream.models.cuda import runner as cuda_runner
@@ -143,8 +143,10 @@ def test_rows_of_no_sequence_want_no_experts_of_their_own(
     """A step of 17 rows is the captured one of 18."""
     chosen = []
 
-    def choose(logits: CudaArray, ids: CudaArray, weights: CudaArray, positions: CudaArray) -> None:
-        router_choose_cuda(logits, ids, weights, positions)
+    def choose(
+        logits: CudaArray, ids: CudaArray, weights: CudaArray, positions: CudaArray, rule: ChoiceRule
+    ) -> None:
+        router_choose_cuda(logits, ids, weights, positions, rule)
         if not calls.is_capturing():
             chosen.append((np.asarray(positions).tolist(), np.asarray(ids).tolist()))
 

@@ -18,7 +18,6 @@ from coldstream.models.spec.layer_specs import (
     DenseFfnSpec,
     LayerSpec,
     MoeSpec,
-    RouterSpec,
 )
 from coldstream.models.spec.model_spec import ModelSpec
 from specs import with_layers
@@ -35,12 +34,6 @@ CHOICES: list[tuple[type, dict[str, Any], str]] = [
     (AttentionSpec, {"causal": False}, "causal False, supported: causal attention"),
     (MoeSpec, {"activation": "clamped swiglu"}, "activation clamped swiglu, supported: swiglu"),
     (MoeSpec, {"bias": True}, "expert bias True"),
-    (MoeSpec, {"router": RouterSpec(gating="sigmoid")}, r"router sigmoid, supported: softmax"),
-    (MoeSpec, {"router": RouterSpec(gating="softmax of the chosen")}, "router softmax of the chosen"),
-    (MoeSpec, {"router": RouterSpec(selection_bias=True)}, "selection bias True"),
-    (MoeSpec, {"router": RouterSpec(normalised=False)}, "normalised False"),
-    (MoeSpec, {"router": RouterSpec(scale=2.5)}, "scale 2.5"),
-    (MoeSpec, {"router": RouterSpec(num_groups=8)}, "groups 8"),
 ]
 # Likewise, with values that kernels compute besides those of the model below.
 COMPUTED: list[tuple[type, dict[str, Any]]] = [
@@ -52,7 +45,6 @@ COMPUTED: list[tuple[type, dict[str, Any]]] = [
 SIZES = {
     AttentionSpec: {"num_heads", "num_kv_heads", "head_dim", "rope"},
     MoeSpec: {"num_experts", "num_experts_per_tok", "ffn_size", "shared_ffn_size", "router"},
-    RouterSpec: set(),
 }
 
 
@@ -83,12 +75,7 @@ def test_what_kernels_compute(opened: Opened, kind: type, changes: dict[str, Any
 def test_every_choice_is_in_the_lists_above() -> None:
     """Every new field of a spec must be listed as a size or as a choice."""
     choices = (*((kind, changes) for kind, changes, _ in CHOICES), *COMPUTED)
-    tried = {(kind, name) for kind, changes in choices for name in changes if name != "router"}
-    routers = [changes["router"] for _, changes, _ in CHOICES if "router" in changes]
-    default = RouterSpec()
-    for field in fields(RouterSpec):
-        if any(getattr(router, field.name) != getattr(default, field.name) for router in routers):
-            tried.add((RouterSpec, field.name))
+    tried = {(kind, name) for kind, changes in choices for name in changes}
     for kind, sizes in SIZES.items():
         assert {field.name for field in fields(kind)} - sizes == {name for k, name in tried if k is kind}
 

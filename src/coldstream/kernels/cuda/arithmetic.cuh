@@ -45,6 +45,21 @@ __device__ __forceinline__ float exact_exp(float x) {
 __device__ __forceinline__ float exact_sigmoid(float x) { return 1.0f / (1.0f + exact_exp(-x)); }
 __device__ __forceinline__ float exact_silu(float x) { return x * exact_sigmoid(x); }
 __device__ __forceinline__ float exact_swiglu(float gate, float up) { return exact_silu(gate) * up; }
+__device__ __forceinline__ float exact_softplus(float x) {
+  const float t = exact_exp(-fabsf(x));
+  const float s = t / (2.0f + t);
+  const float z = s * s;
+  float r = 1.0f / 15.0f;
+  r = __fmaf_rn(r, z, 1.0f / 13.0f);
+  r = __fmaf_rn(r, z, 1.0f / 11.0f);
+  r = __fmaf_rn(r, z, 1.0f / 9.0f);
+  r = __fmaf_rn(r, z, 1.0f / 7.0f);
+  r = __fmaf_rn(r, z, 1.0f / 5.0f);
+  r = __fmaf_rn(r, z, 1.0f / 3.0f);
+  r = __fmaf_rn(r, z, 1.0f);
+  return (x > 0.0f ? x : 0.0f) + (2.0f * s) * r;
+}
+
 __device__ __forceinline__ float inverse_sqrt(float x) { return 1.0f / sqrtf(x); }
 
 // The final order of every sum: eight accumulators to one, sixteen to one.

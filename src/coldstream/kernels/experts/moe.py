@@ -106,14 +106,19 @@ class MoeKernels:
 
         x has nothing to be computed `before` unless this `routes_at_once`.
         """
-        gate, shared_gate, count = weights.gate, weights.shared_gate, weights.num_experts_per_tok
+        gate, shared_gate, count, rule = (
+            weights.gate,
+            weights.shared_gate,
+            weights.num_experts_per_tok,
+            weights.rule,
+        )
         assert isinstance(gate, QuantTensor)
         device, num_rows = self.device, x.shape[0]
         ids = device.empty(num_rows, count, dtype="int32")
         topk_weights = device.empty(num_rows, count)
         if not self.routes_at_once(num_rows, shared_gate):
             logits, *shared = device.linear(x, (gate,) if shared_gate is None else (gate, shared_gate))
-            device.launch(router_choose_cuda, logits, ids, topk_weights, device.step_positions)
+            device.launch(router_choose_cuda, logits, ids, topk_weights, device.step_positions, rule)
             if sharing is not None:
                 self._share_out(ids, x, sharing)
             return Routing(ids, topk_weights, shared[0] if shared else None)
@@ -125,7 +130,7 @@ class MoeKernels:
         behind = sharing if num_rows > 1 else None  # for a launch behind the router's
         device.launch(
             router_gemv_cuda, x.values, as_floats(gate), shared_weight, buffers,
-            begin_of(behind) if behind else sharing, ahead, x.before,
+            begin_of(behind) if behind else sharing, ahead, x.before, rule,
         )  # fmt: skip
         if behind:
             self._share_out(ids, x, behind)

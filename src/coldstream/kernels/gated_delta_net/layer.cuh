@@ -49,21 +49,6 @@ struct DeltaOutputs {
   int padded;
 };
 
-__device__ __forceinline__ float exact_softplus(float x) {
-  const float t = exact_exp(-fabsf(x));
-  const float s = t / (2.0f + t);
-  const float z = s * s;
-  float r = 1.0f / 15.0f;
-  r = __fmaf_rn(r, z, 1.0f / 13.0f);
-  r = __fmaf_rn(r, z, 1.0f / 11.0f);
-  r = __fmaf_rn(r, z, 1.0f / 9.0f);
-  r = __fmaf_rn(r, z, 1.0f / 7.0f);
-  r = __fmaf_rn(r, z, 1.0f / 5.0f);
-  r = __fmaf_rn(r, z, 1.0f / 3.0f);
-  r = __fmaf_rn(r, z, 1.0f);
-  return (x > 0.0f ? x : 0.0f) + (2.0f * s) * r;
-}
-
 // decay and write strength of one token and head.
 __device__ __forceinline__ float2 open_gates(float alpha, float beta, float a, float dt_bias) {
   return {exact_exp(a * exact_softplus(alpha + dt_bias)), exact_sigmoid(beta)};

@@ -1,12 +1,27 @@
-// Softmax, the K largest probabilities and their renormalisation, by one warp.
+// The choice of a token's experts by one warp: that of a softmax, and that of any rule.
 #pragma once
 
+#include "cuda/arithmetic.cuh"
 #include "cuda/common.cuh"
 
 namespace coldstream {
 
 constexpr int most_chosen = 16;
-constexpr float smallest_sum = 0x1p-14f;  // of the chosen probabilities
+constexpr float sum_epsilon = 1e-20f;  // added to the sum of the chosen weights
+
+// By the numbers of `expert_gating_func` in files.
+enum Gating : int { softmax = 1, sigmoid = 2, softmax_of_chosen = 3, root_of_softplus = 4 };
+
+// How logits become a choice: `ChoiceRule` of ops.py. A bias may be null.
+struct ChoiceRule {
+  const float* bias;            // [num_experts], of the logits
+  const float* selection_bias;  // [num_experts]
+  float scale;
+  int gating;
+  int is_normalised;
+  int num_groups;
+  int num_used_groups;
+};
 
 // The outputs for one token.
 struct Choice {
@@ -22,18 +37,23 @@ __device__ __forceinline__ float max_in_warp(float x) {
   return __int_as_float(largest ^ (largest >> 31 & 0x7fffffff));
 }
 
-// exp(logit − max) of the lane's experts (lane, lane + 32, …), and their sum over all; 0 for experts that do
-// not exist. `scratch` has room for 32 · per_lane floats.
+constexpr uint32_t minus_infinity_bits = 0xff800000u;
+
+// The logits of the lane's experts (lane, lane + 32, …); −∞ for experts that do not exist.
 template <int per_lane>
-__device__ __forceinline__ float exponentials(const float* logits, int num_experts, float* scratch,
-                                              float (&values)[per_lane]) {
-  const int lane = threadIdx.x % warp_size;
-  const float minus_infinity = __uint_as_float(0xff800000u);
+__device__ __forceinline__ void load_logits(const float* logits, int num_experts, float (&values)[per_lane]) {
 #pragma unroll
   for (int i = 0; i < per_lane; i++) {
-    const int id = i * warp_size + lane;
-    values[i] = id < num_experts ? __ldcg(logits + id) : minus_infinity;
+    const int id = i * warp_size + threadIdx.x % warp_size;
+    values[i] = id < num_experts ? __ldcg(logits + id) : __uint_as_float(minus_infinity_bits);
   }
+}
+
+// exp(logit − max) in place of logits that were loaded, and their sum over all; 0 for experts that do not
+// exist. `scratch` has room for 32 · per_lane floats.
+template <int per_lane>
+__device__ __forceinline__ float exponentials(int num_experts, float* scratch, float (&values)[per_lane]) {
+  const int lane = threadIdx.x % warp_size;
   float largest = values[0];
 #pragma unroll
   for (int i = 1; i < per_lane; i++) largest = fmaxf(largest, values[i]);
@@ -107,16 +127,11 @@ __device__ __forceinline__ int list_candidates(const float (&values)[per_lane], 
 template <int per_lane>
 constexpr int scratch_numbers = per_lane * warp_size + most_chosen;
 
-// Chooses the experts of one token. Lane i returns the id of the expert with rank i, and 0 from `count` on.
-// `scratch` has room for scratch_numbers.
+// Of the keys in scratch, the greatest of each rank, for its lane; 0 for lanes beyond. `scratch` has room for
+// scratch_numbers.
 template <int per_lane>
-__device__ __forceinline__ int choose_experts(const float* logits, int num_experts, uint64_t* scratch,
-                                              const Choice& out) {
+__device__ __forceinline__ uint64_t ranked_key(uint64_t* scratch, int num_candidates, int count) {
   const int lane = threadIdx.x % warp_size;
-  float values[per_lane];
-  const float sum = exponentials(logits, num_experts, reinterpret_cast<float*>(scratch), values);
-  __syncwarp();
-  const int num_candidates = list_candidates(values, sum, num_experts, out.count, scratch);
   uint64_t* chosen = scratch + per_lane * warp_size;
 #pragma unroll 1
   for (int i = lane; i < num_candidates; i += warp_size) {
@@ -124,15 +139,29 @@ __device__ __forceinline__ int choose_experts(const float* logits, int num_exper
     int place = 0;  // how many keys are greater
 #pragma unroll 4
     for (int j = 0; j < num_candidates; j++) place += scratch[j] > key;
-    if (place < out.count) chosen[place] = key;
+    if (place < count) chosen[place] = key;
   }
   __syncwarp();
-  const uint64_t key = lane < out.count ? chosen[lane] : 0;
+  return lane < count ? chosen[lane] : 0;
+}
+
+// Chooses the experts of one token by a softmax. Lane i returns the id of the expert with rank i, and 0 from
+// `count` on. `scratch` has room for scratch_numbers.
+template <int per_lane>
+__device__ __forceinline__ int choose_experts(const float* logits, int num_experts, uint64_t* scratch,
+                                              const Choice& out) {
+  const int lane = threadIdx.x % warp_size;
+  float values[per_lane];
+  load_logits(logits, num_experts, values);
+  const float sum = exponentials(num_experts, reinterpret_cast<float*>(scratch), values);
+  __syncwarp();
+  const int num_candidates = list_candidates(values, sum, num_experts, out.count, scratch);
+  const uint64_t key = ranked_key<per_lane>(scratch, num_candidates, out.count);
   const float probability = lane < out.count ? key_probability(key) : 0.0f;
   const float total = sum_of_sixteen_lanes(probability, 1);
   if (lane >= out.count) return 0;
   out.ids[lane] = key_id(key);
-  out.weights[lane] = probability / (total < smallest_sum ? smallest_sum : total);
+  out.weights[lane] = probability / (total + sum_epsilon);
   return key_id(key);
 }
 

@@ -11,6 +11,7 @@ from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.experts.partition import Hints, Sharing
 from coldstream.kernels.experts.shapes import MAX_RANKS
+from coldstream.kernels.ops import GATINGS, PLAIN_RULE, ChoiceRule
 from coldstream.kernels.rms_norm.cuda import Norm, NormOutputs
 
 MAX_TOKENS = 8  # in the single launch
@@ -29,17 +30,53 @@ COLUMN_MULTIPLE = 128  # of the columns in a block's shared memory
 MOST_SHARED_BYTES = 97 * 1024  # that a block takes of its device's
 STATIC_BYTES = 2048  # that it has beside them
 
+_RULES = ("", ", true")  # behind the other arguments of an instance: that of a softmax, and that of a rule
+
 PROGRAM = CudaProgram(
     Path(__file__).with_name("router.cu"),
     (
         *(
-            f"router_gemv<{aligned}, {n}, {norms}>"
+            f"router_gemv<{aligned}, {n}, {norms}{rule}>"
             for aligned, norms in (("true", "false"), ("false", "false"), ("true", "true"))
             for n in EXPERTS_PER_LANE
+            for rule in _RULES
         ),
-        *(f"router_choose<{n}>" for n in EXPERTS_PER_LANE),
+        *(f"router_choose<{n}{rule}>" for n in EXPERTS_PER_LANE for rule in _RULES),
     ),
 )
+
+_NUMBERS = {gating: number for number, gating in GATINGS.items()}
+
+
+@declared_in("router/choose.cuh")
+class _ChoiceRule(ctypes.Structure): ...
+
+
+def _rule_of(rule: ChoiceRule, num_experts: int) -> _ChoiceRule:
+    """For kernels. ValueError for vectors or groups that do not fit so many experts."""
+    spec = rule.spec
+    for name, vector in (("bias", rule.bias), ("selection_bias", rule.selection_bias)):
+        if vector is not None:
+            check_array(name, vector, "float32")
+            if tuple(vector.shape) != (num_experts,) or not vector.is_contiguous():
+                raise ValueError(f"{name} of shape {tuple(vector.shape)} for {num_experts} experts")
+    groups, used = spec.num_groups, spec.num_used_groups
+    if (
+        groups < 1
+        or num_experts % groups
+        or (groups > 1 and num_experts < 2 * groups)
+        or not 1 <= used <= groups
+    ):
+        raise ValueError(f"{num_experts} experts in {groups} groups, of which {used} are used")
+    return _ChoiceRule(
+        bias=_address(rule.bias),
+        selection_bias=_address(rule.selection_bias),
+        scale=spec.scale,
+        gating=_NUMBERS[spec.gating],
+        is_normalised=spec.normalised,
+        num_groups=groups,
+        num_used_groups=used,
+    )
 
 
 @declared_in("router/router.cu")
@@ -117,13 +154,16 @@ class Ahead:
     logits: DeviceArray
     weights: DeviceArray
     hints: Hints | None = None
+    rule: ChoiceRule = PLAIN_RULE  # of the later layer; plain if that of the launch's layer is
 
     def alone(self, arrivals: DeviceArray) -> "RouterBuffers":
         """What a launch for the later layer only writes."""
         return RouterBuffers(self.ids, self.weights, None, self.logits, arrivals)
 
-    def check(self, shape: tuple[int, ...], topk_ids: DeviceArray) -> None:
-        """ValueError unless the shapes fit a router of `shape`."""
+    def check(self, shape: tuple[int, ...], topk_ids: DeviceArray, rule: ChoiceRule) -> None:
+        """ValueError unless this fits a router of `shape` that chooses by `rule`."""
+        if self.rule.is_plain != rule.is_plain:
+            raise ValueError("a later layer that chooses by another kind of rule")
         outputs = (self.ids, self.weights)
         if self.weight.shape != shape or any(each.shape != topk_ids.shape for each in outputs):
             raise ValueError(f"a router of {tuple(self.weight.shape)} beside one of {tuple(shape)}")
@@ -160,8 +200,9 @@ def router_gemv_cuda(
     sharing: Sharing | None = None,
     ahead: Ahead | None = None,
     norm: NormBefore | None = None,
+    rule: ChoiceRule = PLAIN_RULE,
 ) -> None:
-    """Products, softmax, the K largest and their renormalisation, for up to 8 tokens.
+    """Products, and the choice by `rule`, for up to 8 tokens.
 
     With `sharing`, also shares the chosen experts of a single token out like `partition_experts_cuda`; if it
     is `begin_of` one, notes when the router begins. With `ahead`, also writes its guess.
@@ -176,7 +217,7 @@ def router_gemv_cuda(
     if num_tokens == 0:
         return
     if ahead is not None:
-        ahead.check(weight.shape, buffers.topk_ids)
+        ahead.check(weight.shape, buffers.topk_ids, rule)
     beside = ahead
     if _scratch_bytes(2 * num_tokens, per_lane) > device_limits().shared_per_block:
         beside = None  # it has a launch of its own
@@ -186,7 +227,9 @@ def router_gemv_cuda(
     shares, shared_bytes = _share_out(num_tokens, cols)
     num_routers = 1 if beside is None else 2
     scratch_bytes = _scratch_bytes(num_routers * num_tokens, per_lane)
-    instance = f"router_gemv<{str(aligned).lower()}, {per_lane}, {str(norm is not None).lower()}>"
+    instance = (
+        f"router_gemv<{str(aligned).lower()}, {per_lane}, {str(norm is not None).lower()}{_name_of(rule)}>"
+    )
     PROGRAM.kernel(instance).launch(
         (-(-(num_routers * num_experts + 1) // shares.num_rows), 1, 1),
         THREADS,
@@ -202,12 +245,13 @@ def router_gemv_cuda(
             sharing or Sharing(),
             _ahead_of(beside),
             _Norming() if norm is None else norm.argument(x),
+            _rule_of(rule, num_experts),
         ),
         shared_bytes=max(shared_bytes, scratch_bytes),
         overlap=True,
     )
     if ahead is not None and beside is None:
-        router_gemv_cuda(x, ahead.weight, None, ahead.alone(buffers.arrivals))
+        router_gemv_cuda(x, ahead.weight, None, ahead.alone(buffers.arrivals), rule=ahead.rule)
 
 
 def router_choose_cuda(
@@ -215,6 +259,7 @@ def router_choose_cuda(
     topk_ids: DeviceArray,
     topk_weights: DeviceArray,
     positions: DeviceArray | None = None,
+    rule: ChoiceRule = PLAIN_RULE,
 ) -> None:
     """`choose_experts_exact` for float32 logits [T, experts] with any row stride.
 
@@ -229,10 +274,10 @@ def router_choose_cuda(
     per_lane = _experts_per_lane(num_experts, topk_ids, topk_weights)
     outputs = topk_ids, topk_weights, topk_ids.shape[1]
     args = (logits, logits.stride(0), num_tokens, num_experts, positions, *outputs)
-    PROGRAM.kernel(f"router_choose<{per_lane}>").launch(
+    PROGRAM.kernel(f"router_choose<{per_lane}{_name_of(rule)}>").launch(
         (-(-num_tokens // TOKENS_PER_BLOCK), 1, 1),
         CHOOSE_THREADS,
-        args,
+        (*args, _rule_of(rule, num_experts)),
         shared_bytes=_scratch_bytes(TOKENS_PER_BLOCK, per_lane),
         overlap=overlaps(num_tokens),
     )
@@ -287,6 +332,10 @@ def _scratch_bytes(num_tokens: int, per_lane: int) -> int:
     return 8 * num_tokens * (per_lane * WARP_SIZE + MAX_CHOSEN)
 
 
+def _name_of(rule: ChoiceRule) -> str:
+    return _RULES[not rule.is_plain]
+
+
 def _ahead_of(ahead: Ahead | None) -> _Ahead:
     if ahead is None:
         return _Ahead()
@@ -295,6 +344,7 @@ def _ahead_of(ahead: Ahead | None) -> _Ahead:
         logits=ahead.logits.data_ptr(),
         ids=ahead.ids.data_ptr(),
         weights=ahead.weights.data_ptr(),
+        rule=_rule_of(ahead.rule, len(ahead.weight)),
         hints=ahead.hints if ahead.hints and len(ahead.ids) == 1 else Hints(),
     )
 

@@ -1,32 +1,105 @@
 """The choice of a token's experts, and their weights."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 
-from coldstream.kernels.arithmetic.reference import exp, sum_lanes
+from coldstream.kernels.arithmetic import reference as exact
+from coldstream.kernels.gated_delta_net.exact import softplus
+from coldstream.kernels.ops import PLAIN_RULE, ChoiceRule
 
-SMALLEST_SUM = 2.0**-14  # of the chosen probabilities
+# Added to the sum of the chosen weights, as the code of GLM-4.5 and DeepSeek-V3 does. It changes no sum of
+# 1e-12 and more, and so neither that of a softmax nor, in practice, those of models without it. llama.cpp
+# divides by 2^-14 at least, so that all weights of a token become small whose scores are all small.
+SUM_EPSILON = 1e-20
 
 
-def choose_experts(logits: torch.Tensor, num_experts_per_tok: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over all experts, the K largest (ties: lowest id first), renormalised to sum 1.
+@dataclass(frozen=True)
+class _Functions:
+    """What the choice is composed of, over the last dimension."""
 
-    logits [T, experts] → contiguous int32 ids [T, K] in descending order of probability, weights [T, K].
-    The K largest of n probabilities sum to at least K/n, so the division is safe.
+    softmax: Callable[[torch.Tensor], torch.Tensor]
+    sigmoid: Callable[[torch.Tensor], torch.Tensor]
+    root_of_softplus: Callable[[torch.Tensor], torch.Tensor]
+    total: Callable[[torch.Tensor], torch.Tensor]  # [T, n] → [T, 1]
+
+
+def choose_experts(
+    logits: torch.Tensor, num_experts_per_tok: int, rule: ChoiceRule = PLAIN_RULE
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The K experts of the best scores, in descending order (ties: lowest id first), and their weights.
+
+    logits [T, experts] → contiguous int32 ids [T, K], weights [T, K]. The scores are those of `rule`: by
+    default the weights are a softmax over all experts, renormalised to sum 1.
     """
-    ids, chosen = largest(logits.softmax(dim=-1), num_experts_per_tok)
-    return ids, chosen / chosen.sum(dim=-1, keepdim=True)
+    functions = _Functions(
+        lambda x: x.softmax(dim=-1),
+        torch.sigmoid,
+        lambda x: torch.nn.functional.softplus(x).sqrt(),
+        lambda x: x.sum(dim=-1, keepdim=True),
+    )
+    return _choose(logits, num_experts_per_tok, rule, functions)
 
 
-def choose_experts_exact(logits: torch.Tensor, num_experts_per_tok: int) -> tuple[torch.Tensor, torch.Tensor]:
+def choose_experts_exact(
+    logits: torch.Tensor, num_experts_per_tok: int, rule: ChoiceRule = PLAIN_RULE
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`choose_experts` to the last bit, as docs/arithmetic.md defines it, float32."""
-    exponentials = exp(logits - logits.amax(dim=-1, keepdim=True))
-    ids, chosen = largest(exponentials / sum_lanes(exponentials).unsqueeze(-1), num_experts_per_tok)
-    return ids, chosen / sum_lanes(chosen).clamp(min=SMALLEST_SUM).unsqueeze(-1)
+    functions = _Functions(_softmax_exact, exact.sigmoid, _root_of_softplus_exact, _total_exact)
+    return _choose(logits, num_experts_per_tok, rule, functions)
 
 
-def largest(probabilities: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest of each row of [T, experts], ties by lowest id: contiguous int32 ids and the values."""
-    values, ids = torch.sort(probabilities, dim=-1, descending=True, stable=True)
+def _choose(
+    logits: torch.Tensor, num_experts_per_tok: int, rule: ChoiceRule, functions: _Functions
+) -> tuple[torch.Tensor, torch.Tensor]:
+    spec = rule.spec
+    if rule.bias is not None:
+        logits = logits + rule.bias
+    values = {
+        "softmax": functions.softmax,
+        "sigmoid": functions.sigmoid,
+        "softmax of the chosen": lambda x: x,
+        "square root of softplus": functions.root_of_softplus,
+    }[spec.gating](logits)
+    scores = values if rule.selection_bias is None else values + rule.selection_bias
+    if spec.num_groups > 1:
+        scores = _of_best_groups(scores, spec.num_groups, spec.num_used_groups)
+    ids, _ = largest(scores, num_experts_per_tok)
+    weights = values.gather(-1, ids.long())
+    if spec.gating == "softmax of the chosen":
+        weights = functions.softmax(weights)
+    elif spec.normalised:
+        weights = weights / (functions.total(weights) + SUM_EPSILON)
+    return ids, weights * spec.scale
+
+
+def _of_best_groups(scores: torch.Tensor, num_groups: int, num_used_groups: int) -> torch.Tensor:
+    """The scores of all experts in the best groups (ties: lowest group first); −∞ for the others."""
+    grouped = scores.reshape(len(scores), num_groups, -1)
+    best = grouped.sort(dim=-1, descending=True)[0]
+    groups, _ = largest(best[..., 0] + best[..., 1], num_used_groups)
+    is_used = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(-1, groups.long(), True)
+    return torch.where(is_used.unsqueeze(-1), grouped, -torch.inf).flatten(-2)
+
+
+def _total_exact(x: torch.Tensor) -> torch.Tensor:
+    return exact.sum_lanes(x).unsqueeze(-1)
+
+
+def _softmax_exact(x: torch.Tensor) -> torch.Tensor:
+    exponentials = exact.exp(x - x.amax(dim=-1, keepdim=True))
+    return exponentials / _total_exact(exponentials)
+
+
+def _root_of_softplus_exact(x: torch.Tensor) -> torch.Tensor:
+    # PyTorch's float32 root is off by a last bit for some inputs; one rounded from float64 never is.
+    return softplus(x).double().sqrt().float()
+
+
+def largest(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of each row of [T, n], ties by lowest index: contiguous int32 indices and the values."""
+    values, ids = torch.sort(values, dim=-1, descending=True, stable=True)
     # A slice of the sorted ids is strided, but kernels read ids as contiguous.
     return ids[:, :count].to(torch.int32, memory_format=torch.contiguous_format), values[:, :count]
 

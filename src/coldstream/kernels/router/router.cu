@@ -4,7 +4,7 @@
 // and every line that is not in the instruction cache costs it a wait.
 #include "cuda/last_block.cuh"
 #include "experts/partition.cuh"
-#include "router/choose.cuh"
+#include "router/choose_by_rule.cuh"
 #include "router/norms.cuh"
 
 using namespace coldstream;
@@ -38,6 +38,7 @@ struct Ahead {
   float* logits;         // [tokens, num_experts]
   int* ids;              // [tokens, count]
   float* weights;        // [tokens, count]
+  ChoiceRule rule;       // read where the layer itself has one
   Hints hints;           // of the only token
 };
 
@@ -145,14 +146,22 @@ __device__ __forceinline__ float multiply(const float* x, int x_stride, const No
   return sum_of_sixteen_lanes(p, 1);
 }
 
+template <int per_lane, bool has_rule>
+__device__ __forceinline__ int choose(const ChoiceRule& rule, const float* logits, int num_experts,
+                                      uint64_t* scratch, const Choice& out) {
+  if constexpr (has_rule) return choose_by_rule<per_lane>(rule, logits, num_experts, scratch, out);
+  return choose_experts<per_lane>(logits, num_experts, scratch, out);
+}
+
 // Up to 8 tokens. grid (ceil((num_experts + 1) / shares.num_rows)), with 2 · num_experts + 1 where there is a
 // later layer. Each block computes the products of its rows; the last one to finish chooses, and shares the
-// pairs of a single token out. With `norms`, x is written here, and x_stride is its columns.
-template <bool aligned, int per_lane, bool norms>
+// pairs of a single token out. With `norms`, x is written here, and x_stride is its columns. `has_rule`: the
+// choice is by `rule`, and not that of a softmax.
+template <bool aligned, int per_lane, bool norms, bool has_rule = false>
 __global__ void __launch_bounds__(block_threads)
     router_gemv(const float* x, int x_stride, Shares shares, Weights weights, Results out, uint32_t* arrivals,
                 const __grid_constant__ Sharing sharing, const __grid_constant__ Ahead ahead,
-                const __grid_constant__ Norming norming) {
+                const __grid_constant__ Norming norming, const __grid_constant__ ChoiceRule rule) {
   release_next_grid();
   if (blockIdx.x == 0) bring_slots_near(sharing, ahead.hints, weights.num_experts);
   const bool keeps_time = sharing.stamps && blockIdx.x == 0 && threadIdx.x == 0;
@@ -177,11 +186,12 @@ __global__ void __launch_bounds__(block_threads)
     const float* logits = is_guess ? ahead.logits : out.logits;
     int* ids = is_guess ? ahead.ids : out.ids;
     float* kept = is_guess ? ahead.weights : out.weights;
+    const Choice choice = {ids + place * out.count, kept + place * out.count, out.count};
     // One call for both choices: the code is long, and a second copy would have to be fetched into the
     // instruction cache.
     const int id =
-        choose_experts<per_lane>(logits + place * weights.num_experts, weights.num_experts, scratch,
-                                 {ids + place * out.count, kept + place * out.count, out.count});
+        choose<per_lane, has_rule>(is_guess ? ahead.rule : rule, logits + place * weights.num_experts,
+                                   weights.num_experts, scratch, choice);
     if (!is_guess && sharing.request) {
       is_asked = share_out(sharing, id, out.count, x, weights.cols);
     }
@@ -196,10 +206,11 @@ __global__ void __launch_bounds__(block_threads)
 // Chooses only, from logits that are there. Rows of no sequence, whose positions are negative, choose what
 // the first row does: what they compute is not used, and so they want no other experts. grid (ceil(tokens /
 // 8)).
-template <int per_lane>
+template <int per_lane, bool has_rule = false>
 __global__ void __launch_bounds__(choose_threads)
     router_choose(const float* logits, int logits_stride, int num_tokens, int num_experts,
-                  const int* positions, int* ids, float* weights, int count) {
+                  const int* positions, int* ids, float* weights, int count,
+                  const __grid_constant__ ChoiceRule rule) {
   wait_for_previous_grid();
   release_next_grid();
   const int warp = threadIdx.x / warp_size;
@@ -207,6 +218,6 @@ __global__ void __launch_bounds__(choose_threads)
   if (token >= num_tokens) return;
   uint64_t* scratch = reinterpret_cast<uint64_t*>(dynamic_shared) + warp * scratch_numbers<per_lane>;
   const int64_t chooser = positions != nullptr && positions[token] < 0 ? 0 : token;
-  choose_experts<per_lane>(logits + chooser * logits_stride, num_experts, scratch,
-                           {ids + token * count, weights + token * count, count});
+  choose<per_lane, has_rule>(rule, logits + chooser * logits_stride, num_experts, scratch,
+                             {ids + token * count, weights + token * count, count});
 }

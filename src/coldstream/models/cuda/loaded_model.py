@@ -80,7 +80,7 @@ class Loaded:
         model = CausalLM.load(file, spec, ops)
         if isinstance(ops.model_executor, PartialExecutor):
             mixtures = (block.ffn for block in model.blocks if isinstance(block.ffn, MoeWeights))
-            ops.model_executor.number_layers((moe.router.gate, moe.experts) for moe in mixtures)
+            ops.model_executor.number_layers((moe.router, moe.experts) for moe in mixtures)
         if isinstance(ops.model_executor, LayerExecutor):
             dense = (block.ffn for block in model.blocks if isinstance(block.ffn, FfnWeights))
             ops.model_executor.number_layers(dense)

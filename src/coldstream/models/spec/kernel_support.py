@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from coldstream.errors import UnsupportedError
 from coldstream.gguf.messages import shorten
 from coldstream.models.spec.hyperparameters import Hyperparameters
-from coldstream.models.spec.layer_keys import NORM_KEYS
 from coldstream.models.spec.layer_specs import (
     AttentionSpec,
     DeltaNetSpec,
     DenseFfnSpec,
     LayerSpec,
     MoeSpec,
-    RouterSpec,
 )
 
 
@@ -66,18 +64,7 @@ def _ffn_fields(spec: MoeSpec | DenseFfnSpec) -> Iterator[_LayerField]:
     yield _LayerField("activation", spec.activation, spec.activation == "swiglu", "swiglu")
     if isinstance(spec, DenseFfnSpec):
         return
-    yield from _router_fields(spec.router)
     yield _LayerField("expert bias", spec.bias, not spec.bias, "experts without biases")
-
-
-def _router_fields(spec: RouterSpec) -> Iterator[_LayerField]:
-    gating, unbiased, normalised = spec.gating, not spec.selection_bias, spec.normalised
-    weights = "normalised expert weights"
-    yield _LayerField("router", gating, gating == "softmax", "softmax (1)", ("expert_gating_func",))
-    yield _LayerField("selection bias", spec.selection_bias, unbiased, "a router without a bias")
-    yield _LayerField("normalised", normalised, normalised, weights, NORM_KEYS)
-    yield _LayerField("scale", spec.scale, spec.scale == 1, "1", ("expert_weights_scale",))
-    yield _LayerField("groups", spec.num_groups, spec.num_groups == 1, "1", ("expert_group_count",))
 
 
 def _check_alike(layers: Sequence[LayerSpec], keys: Hyperparameters) -> None:

@@ -7,37 +7,25 @@ UnsupportedError naming the key that is wrong.
 """
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Final
 
 from coldstream.errors import UnsupportedError
-from coldstream.kernels.ops import RopeSpec
+from coldstream.kernels.ops import GATINGS, PLAIN_RULE, RopeSpec, RouterSpec
 from coldstream.models.spec.hyperparameters import MAX_BLOCKS, MAX_HEADS, Hyperparameters
 from coldstream.models.spec.layer_specs import (
     AttentionSpec,
     DeltaNetSpec,
     DenseFfnSpec,
-    Gating,
     LayerKind,
     LayerSpec,
     MoeSpec,
     QkNorm,
-    RouterSpec,
     SharedExpert,
 )
 from coldstream.models.spec.rope_keys import USUAL_YARN, YarnRules, read_scaling
 
-_GATING: Final[Mapping[int, Gating]] = MappingProxyType(
-    {
-        0: "softmax",  # not stated
-        1: "softmax",
-        2: "sigmoid",
-        3: "softmax of the chosen",
-        4: "square root of softplus",
-    }
-)
 # Ollama's converter has a name of its own for the same key.
 NORM_KEYS: Final = ("expert_weights_norm", "norm_top_k_prob")
 
@@ -183,14 +171,16 @@ def read_delta_net(keys: Hyperparameters, *, value_heads_grouped: bool) -> Delta
     return spec
 
 
-def read_moe(keys: Hyperparameters, *, shared: SharedExpert) -> MoeSpec:
-    """The mixture of experts of all layers that have one."""
+def read_moe(keys: Hyperparameters, *, shared: SharedExpert, router: RouterSpec | None = None) -> MoeSpec:
+    """The mixture of experts of all layers that have one. router: by default that of `read_router`."""
+    router = router or read_router(keys)
     num_experts = keys.integer("expert_count", 1, 4096)
+    num_candidates = _candidates(keys, router, num_experts)
     return MoeSpec(
         num_experts=num_experts,
-        num_experts_per_tok=keys.integer("expert_used_count", 1, num_experts),
+        num_experts_per_tok=keys.integer("expert_used_count", 1, num_candidates),
         ffn_size=keys.uniform("expert_feed_forward_length", 1 << 16),
-        router=read_router(keys),
+        router=router,
         shared=shared,
         shared_ffn_size=0 if shared == "none" else _shared_ffn_size(keys),
     )
@@ -205,20 +195,57 @@ def _shared_ffn_size(keys: Hyperparameters) -> int:
     return count * keys.uniform("expert_feed_forward_length", (1 << 16) // count)
 
 
-def read_router(keys: Hyperparameters) -> RouterSpec:
-    """A softmax with normalised weights, unless keys state otherwise."""
-    gating = keys.integer("expert_gating_func", 0, 1 << 32, 0)
-    if gating not in _GATING:
-        raise keys.error(UnsupportedError, "expert_gating_func", f"{gating}, known: 1 to {max(_GATING)}")
+def read_router(
+    keys: Hyperparameters, usual: RouterSpec = PLAIN_RULE.spec, *, is_fixed: bool = True
+) -> RouterSpec:
+    """The router of all layers with experts: `usual`, unless keys state otherwise.
+
+    is_fixed: the family's own code reads no such keys. UnsupportedError then for one that states otherwise.
+    """
+    number = keys.integer("expert_gating_func", 0, 1 << 32, 0)  # 0: not stated
+    if number and number not in GATINGS:
+        raise keys.error(UnsupportedError, "expert_gating_func", f"{number}, known: 1 to {max(GATINGS)}")
     norms = {name: keys.flag(name) for name in NORM_KEYS if name in keys}
     if len(set(norms.values())) > 1:
         raise keys.inconsistent(NORM_KEYS[1], f"{norms[NORM_KEYS[1]]}, but {NORM_KEYS[0]} says otherwise")
-    return RouterSpec(
-        gating=_GATING[gating],
-        normalised=all(norms.values()),
-        scale=keys.number("expert_weights_scale", 0.0, 1e6, 1.0) or 1.0,  # 0 means none
-        num_groups=keys.integer("expert_group_count", 0, 4096, 1) or 1,
+    stated = replace(
+        usual,
+        gating=GATINGS.get(number, usual.gating),
+        normalised=all(norms.values()) if norms else usual.normalised,
+        scale=keys.number("expert_weights_scale", 0.0, 1e6, usual.scale) or 1.0,  # 0 means none
+        num_groups=keys.integer("expert_group_count", 0, 4096, usual.num_groups) or 1,
     )
+    if is_fixed:
+        _refuse_other_router(keys, stated, usual)
+    if stated.num_groups == 1:
+        return stated
+    num_used = keys.integer("expert_group_used_count", 1, stated.num_groups)
+    if num_used == stated.num_groups:  # all experts may be chosen
+        return replace(stated, num_groups=1)
+    return replace(stated, num_used_groups=num_used)
+
+
+def _refuse_other_router(keys: Hyperparameters, stated: RouterSpec, usual: RouterSpec) -> None:
+    number = next(number for number, gating in GATINGS.items() if gating == usual.gating)
+    weights = "normalised expert weights" if usual.normalised else "expert weights as they are"
+    for key, is_usual, supported in (
+        ("expert_gating_func", stated.gating == usual.gating, f"{usual.gating} ({number})"),
+        *((name, stated.normalised == usual.normalised, weights) for name in NORM_KEYS),
+        ("expert_weights_scale", stated.scale == usual.scale, f"{usual.scale:g}"),
+        ("expert_group_count", stated.num_groups == usual.num_groups, f"{usual.num_groups}"),
+    ):
+        if key in keys and not is_usual:
+            problem = f"{keys.value(key)}, supported: {supported}"
+            raise keys.error(UnsupportedError, key, problem)
+
+
+def _candidates(keys: Hyperparameters, router: RouterSpec, num_experts: int) -> int:
+    """Experts that a token chooses from: all, or those of the groups that it uses."""
+    size, left = divmod(num_experts, router.num_groups)
+    if left or (router.num_groups > 1 and size < 2):
+        problem = f"{router.num_groups} groups of {num_experts} experts, expected equal ones of at least 2"
+        raise keys.inconsistent("expert_group_count", problem)
+    return size * router.num_used_groups
 
 
 def read_dense_ffn(keys: Hyperparameters) -> DenseFfnSpec:

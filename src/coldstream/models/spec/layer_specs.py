@@ -7,11 +7,10 @@ once, when a model is opened, so that running a layer needs no further check.
 from dataclasses import dataclass
 from typing import Literal
 
-from coldstream.kernels.ops import DeltaNetGate, RopeSpec
+from coldstream.kernels.ops import PLAIN_RULE, DeltaNetGate, RopeSpec, RouterSpec
 
 LayerKind = Literal["attention", "delta_net"]
 QkNorm = Literal["none", "head", "projection"]
-Gating = Literal["softmax", "sigmoid", "softmax of the chosen", "square root of softplus"]
 Activation = Literal["swiglu", "clamped swiglu"]
 SharedExpert = Literal["none", "plain", "gated"]
 
@@ -87,24 +86,13 @@ class DeltaNetSpec:
 
 
 @dataclass(frozen=True)
-class RouterSpec:
-    """How a token chooses its experts: scores by `gating`, the best of them, weights of the chosen."""
-
-    gating: Gating = "softmax"
-    selection_bias: bool = False  # added to the scores for choosing, and not to the weights
-    normalised: bool = True  # the weights of the chosen are divided by their sum
-    scale: float = 1.0  # of the weights, after that
-    num_groups: int = 1  # of experts, of which the best are chosen first
-
-
-@dataclass(frozen=True)
 class MoeSpec:
     """Routed experts of one size, and at most one shared expert that every token takes."""
 
     num_experts: int
     num_experts_per_tok: int
     ffn_size: int
-    router: RouterSpec = RouterSpec()
+    router: RouterSpec = PLAIN_RULE.spec
     activation: Activation = "swiglu"
     bias: bool = False  # of the experts' matrices
     shared: SharedExpert = "none"  # added as it is, or times the sigmoid of a gate

@@ -106,6 +106,8 @@ def _moe_tensors(spec: MoeSpec, hidden: int) -> tuple[Requirement, ...]:
     others = {
         "ffn_gate_inp.weight": (experts, hidden),
         "ffn_down_exps.weight": (experts, hidden, size),
+        **({"ffn_gate_inp.bias": (experts,)} if spec.router.bias else {}),
+        **({"exp_probs_b.bias": (experts,)} if spec.router.selection_bias else {}),
     }
     return ((split, fused), *each(others), *_shared_expert_tensors(spec, hidden))
 

@@ -27,10 +27,12 @@ def check_small_tensors(spec: ModelSpec, tensors: Mapping[str, np.ndarray]) -> t
     GGUF.
 
     `tensors` maps names to float32 arrays in the shapes of the table; only those present are judged:
-    `attn_norm` of the trunk together, and each `ssm_a`. Every given tensor must be finite.
+    `attn_norm` of the trunk together, and each `ssm_a`. Every given tensor must be finite. Only biases of
+    routers may be −∞, by which files disable experts.
     """
     for name, values in tensors.items():
-        if not np.isfinite(values).all():
+        is_bias = name.endswith((".exp_probs_b.bias", ".ffn_gate_inp.bias"))
+        if not (np.isfinite(values) | (is_bias & (values == -np.inf))).all():
             raise InconsistentError(
                 f"{name} holds a NaN or an infinity: the file is damaged, download it again"
             )

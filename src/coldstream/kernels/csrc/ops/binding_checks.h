@@ -73,6 +73,15 @@ inline const int32_t* ids(const Ids1d& array, const char* name, int64_t size) {
   return array.data();
 }
 
+// A field of a record of ops.py. Arrays are not converted: they are read where they lie.
+template <typename T>
+T field(const nb::object& record, const char* name, bool converts = false) {
+  T value;
+  if (!nb::try_cast(record.attr(name), value, converts))
+    refuse(std::string(name) + " has a wrong type or shape");
+  return value;
+}
+
 template <typename... A>
 void submit_with(Runtime& rt, std::unique_ptr<Op> next, int64_t rows, const A&... arrays) {
   if (rows > INT32_MAX / 1024) refuse(std::to_string(rows) + " rows are more than one call takes");

@@ -131,8 +131,50 @@ void check_router_weight(const Weight& matrix) {
   }
 }
 
+Gating gating_of(const std::string& name) {
+  if (name == "softmax") return Gating::softmax;
+  if (name == "sigmoid") return Gating::sigmoid;
+  if (name == "softmax of the chosen") return Gating::softmax_of_chosen;
+  if (name == "square root of softplus") return Gating::root_of_softplus;
+  refuse("no router has the gating " + name);
+}
+
+// The vectors of a `ChoiceRule` of ops.py.
+struct RuleVectors {
+  std::optional<Array1d> bias, selection_bias;
+
+  static RuleVectors of(const nb::object& record) {
+    return {field<std::optional<Array1d>>(record, "bias"),
+            field<std::optional<Array1d>>(record, "selection_bias")};
+  }
+};
+
+ChoiceRule rule_of(const nb::object& record, const RuleVectors& vectors, int64_t num_experts) {
+  const nb::object spec = record.attr("spec");
+  const auto optional = [&](const std::optional<Array1d>& array, const char* name) -> const float* {
+    return array ? vector(*array, name, num_experts) : nullptr;
+  };
+  const ChoiceRule rule = {
+      .gating = gating_of(field<std::string>(spec, "gating")),
+      .bias = optional(vectors.bias, "bias"),
+      .selection_bias = optional(vectors.selection_bias, "selection_bias"),
+      .is_normalised = field<bool>(spec, "normalised"),
+      .scale = field<float>(spec, "scale", true),
+      .num_groups = field<int64_t>(spec, "num_groups"),
+      .num_used_groups = field<int64_t>(spec, "num_used_groups"),
+  };
+  const bool is_divided = rule.num_groups > 1;
+  if (rule.num_groups < 1 || num_experts % rule.num_groups != 0 ||
+      (is_divided && num_experts < 2 * rule.num_groups) || rule.num_used_groups < 1 ||
+      rule.num_used_groups > rule.num_groups) {
+    refuse(std::to_string(num_experts) + " experts in " + std::to_string(rule.num_groups) +
+           " groups, of which " + std::to_string(rule.num_used_groups) + " are used");
+  }
+  return rule;
+}
+
 void router(Runtime& rt, const Array2d& x, const Weight& matrix, const Ids2d& topk_ids,
-            const Array2d& topk_weights) {
+            const Array2d& topk_weights, const nb::object& rule) {
   const int64_t rows = size_of(x, 0), k = size_of(topk_ids, 1);
   check_router_weight(matrix);
   if (k < 1 || k > matrix.num_rows) {
@@ -140,15 +182,17 @@ void router(Runtime& rt, const Array2d& x, const Weight& matrix, const Ids2d& to
   }
   check_contiguous(topk_ids, "topk_ids", {rows, k});
   check_contiguous(topk_weights, "topk_weights", {rows, k});
+  const RuleVectors vectors = rule.is_none() ? RuleVectors{} : RuleVectors::of(rule);
   const RouterArguments arguments = {
       .capacity = rows,
       .x = input(x, "x", rows, matrix.num_cols),
       .matrix = matrix,
+      .rule = rule.is_none() ? ChoiceRule{} : rule_of(rule, vectors, matrix.num_rows),
       .num_experts_per_tok = k,
       .topk_ids = topk_ids.data(),
       .topk_weights = topk_weights.data(),
   };
-  submit_with(rt, make_router(kernels_of(rt), arguments), rows, x, topk_ids, topk_weights);
+  submit_with(rt, make_router(kernels_of(rt), arguments), rows, x, topk_ids, topk_weights, rule);
 }
 
 void top_log_probs(Runtime& rt, const Array2d& logits, const Ids2d& ids, const Array2d& log_probs) {
@@ -200,10 +244,10 @@ void bind_row_ops(nb::module_& m) {
       "The k greatest of each row of logits [T, V], float32, of equal ones the lowest ids first: ids int32 and "
       "log_probs float32 [T, k], contiguous; log_probs of a softmax over the row, NaN unless all logits are finite.");
   m.def("router", router, "runtime"_a, nb::arg("x").noconvert(), "weight"_a, nb::arg("topk_ids").noconvert(),
-        nb::arg("topk_weights").noconvert(),
+        nb::arg("topk_weights").noconvert(), "rule"_a.none() = nb::none(),
         "`Ops.router`: x [T, E] float32, weight F32, F16 or BF16 [experts, E]; writes contiguous topk_ids "
         "int32 [T, K] "
-        "and topk_weights float32 [T, K].");
+        "and topk_weights float32 [T, K]. rule: a `ChoiceRule`, None for a renormalised softmax.");
 }
 
 }  // namespace

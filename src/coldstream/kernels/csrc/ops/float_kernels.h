@@ -114,6 +114,22 @@ struct DeltaBlock {
   }
 };
 
+// By the numbers of `expert_gating_func` in files.
+enum class Gating { softmax = 1, sigmoid = 2, softmax_of_chosen = 3, root_of_softplus = 4 };
+
+// How logits of n experts become a choice: `ChoiceRule` of ops.py. A bias may be null.
+struct ChoiceRule {
+  Gating gating = Gating::softmax;
+  const float* bias = nullptr;            // [n], of the logits
+  const float* selection_bias = nullptr;  // [n]
+  bool is_normalised = true;
+  float scale = 1.0f;
+  int64_t num_groups = 1, num_used_groups = 1;
+
+  // Whether experts are chosen by other numbers than those that become weights.
+  bool has_scores() const { return selection_bias != nullptr || num_groups > 1; }
+};
+
 struct FloatKernels {
   void (*add)(const float* x, const float* y, float* out, int64_t n);
   void (*swiglu)(const float* gate, const float* up, float* out, int64_t n);
@@ -164,8 +180,10 @@ struct FloatKernels {
                        int64_t num_outputs, float* out, int64_t out_stride, int64_t n);
   // Σ exp(x − maximum)
   float (*sum_exp)(const float* x, float maximum, int64_t n);
-  // Softmax of logits [n] in place, the k most probable (ties: lowest id), their probabilities renormalised.
-  void (*softmax_topk)(float* logits, int64_t n, int64_t k, int32_t* ids, float* weights);
+  // The k experts that a rule chooses by logits [n], which it changes. scores: memory for n + num_groups
+  // floats if the rule has_scores.
+  void (*choose_experts)(const ChoiceRule& rule, float* logits, float* scores, int64_t n, int64_t k,
+                         int32_t* ids, float* weights);
 };
 
 extern const FloatKernels float_kernels_generic;

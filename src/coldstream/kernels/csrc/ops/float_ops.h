@@ -171,6 +171,7 @@ struct RouterArguments {
   int64_t capacity;  // rows
   InputRows x;       // [T, weight.num_cols]
   Weight matrix;     // f32, f16 or bf16 [experts, size]
+  ChoiceRule rule;
   int64_t num_experts_per_tok;
   int32_t* topk_ids;    // [T, K], contiguous
   float* topk_weights;  // [T, K], contiguous

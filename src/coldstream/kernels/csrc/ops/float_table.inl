@@ -25,5 +25,5 @@
 .product_f16 = product<Float16>,
 .product_bf16 = product<Bfloat16>,
 .sum_exp = sum_exp,
-.softmax_topk = softmax_topk,
+.choose_experts = choose_experts,
     // clang-format on

@@ -81,15 +81,6 @@ KeptInputs kept_of(const OptionalKept& kept, int64_t channels, int64_t heads) {
   return {qkv.data(), alpha.data(), beta.data(), num_rows};
 }
 
-// A field of a record of ops.py. Arrays are not converted: they are read where they lie.
-template <typename T>
-T field(const nb::object& record, const char* name, bool converts = false) {
-  T value;
-  if (!nb::try_cast(record.attr(name), value, converts))
-    refuse(std::string(name) + " has a wrong type or shape");
-  return value;
-}
-
 void attention(Runtime& rt, const Array2d& query_gate, const Array2d& key, const Array2d& value,
                const Array3d& angles, const nb::object& attention_heads, const Cache4d& k_cache,
                const Cache4d& v_cache, const Ids1d& positions, const Ids1d& state_ids, const Array2d& out,

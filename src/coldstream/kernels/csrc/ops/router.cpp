@@ -1,4 +1,4 @@
-// The router: logits of all experts, then each row's softmax and choice.
+// The router: logits of all experts, then each row's choice.
 #include <algorithm>
 
 #include "ops/float_ops.h"
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t rows_per_task = 32;
 constexpr int64_t experts_per_task = 16;
-constexpr int64_t choice_work = 8;  // floats of simple work that an expert's probability and rank cost
+constexpr int64_t choice_work = 8;  // floats of simple work that an expert's score and rank cost
 
 class RouterOp : public Op {
  public:
@@ -17,7 +17,7 @@ class RouterOp : public Op {
       : kernels_(kernels), a_(arguments) {}
   const char* name() const override { return "router"; }
   int num_stages() const override { return 2; }
-  size_t shared_bytes() const override { return sizeof(float) * a_.capacity * a_.matrix.num_rows; }
+  size_t shared_bytes() const override { return sizeof(float) * a_.capacity * row_floats(); }
 
   bool runs_alone(int stage, int rows) const override {
     return rows * a_.matrix.num_rows * (stage == 0 ? a_.matrix.num_cols : choice_work) <= small_work;
@@ -32,8 +32,14 @@ class RouterOp : public Op {
   }
 
  private:
+  // A row has its logits, and behind them the memory that the choice needs.
+  int64_t row_floats() const {
+    const int64_t num_experts = a_.matrix.num_rows;
+    return num_experts + (a_.rule.has_scores() ? num_experts + a_.rule.num_groups : 0);
+  }
+
   float* logits(const Worker& w, int64_t row) const {
-    return reinterpret_cast<float*>(w.shared->data()) + row * a_.matrix.num_rows;
+    return reinterpret_cast<float*>(w.shared->data()) + row * row_floats();
   }
 
   void compute_logits(int rows, Worker& w) {
@@ -49,7 +55,7 @@ class RouterOp : public Op {
   }
 
   void multiply(int64_t row, int64_t num_rows, int64_t expert, int64_t num_experts, Worker& w) {
-    const int64_t n = a_.matrix.num_cols, out_stride = a_.matrix.num_rows;
+    const int64_t n = a_.matrix.num_cols, out_stride = row_floats();
     const uint8_t* matrix = a_.matrix.data + expert * a_.matrix.row_bytes;
     const float* x = a_.x.row(row);
     float* out = logits(w, row) + expert;
@@ -66,10 +72,10 @@ class RouterOp : public Op {
   }
 
   void choose_experts(int rows, Worker& w) {
-    const int64_t k = a_.num_experts_per_tok;
+    const int64_t k = a_.num_experts_per_tok, num_experts = a_.matrix.num_rows;
     for (int64_t row = w.take(); row < rows; row = w.take()) {
-      kernels_.softmax_topk(logits(w, row), a_.matrix.num_rows, k, a_.topk_ids + row * k,
-                            a_.topk_weights + row * k);
+      kernels_.choose_experts(a_.rule, logits(w, row), logits(w, row) + num_experts, num_experts, k,
+                              a_.topk_ids + row * k, a_.topk_weights + row * k);
     }
   }
 

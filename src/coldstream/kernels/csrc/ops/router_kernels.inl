@@ -83,23 +83,84 @@ static float sum_exp(const float* x, float maximum, int64_t n) {
   return sum16(sum);
 }
 
-static void softmax_topk(float* logits, int64_t n, int64_t k, int32_t* ids, float* weights) {
-  softmax_in_place(logits, n);
-  // Insertion into the sorted best so far. Only a greater probability displaces, so ties keep the lower id,
-  // and the first k are always taken, so that NaN still gives k distinct ids.
+static void gate_in_place(Gating gating, float* x, int64_t n) {
+  switch (gating) {
+    case Gating::softmax:
+      softmax_in_place(x, n);
+      break;
+    case Gating::sigmoid:
+      for (int64_t i = 0; i < n; i += 16) store16(x + i, sigmoid16(load16(x + i, n - i)), n - i);
+      break;
+    case Gating::softmax_of_chosen:
+      break;
+    case Gating::root_of_softplus:
+      for (int64_t i = 0; i < n; i += 16) store16(x + i, softplus16(load16(x + i, n - i)), n - i);
+      for (int64_t i = 0; i < n; i++) x[i] = __builtin_sqrtf(x[i]);
+      break;
+  }
+}
+
+// The k greatest of x [n] in order, and their ids: insertion into the sorted best so far. Only a greater one
+// displaces, so ties keep the lower id, and the first k are always taken, so that NaN still gives k distinct
+// ids.
+static void greatest(const float* x, int64_t n, int64_t k, int32_t* ids, float* values) {
   int64_t count = 0;
   for (int64_t e = 0; e < n; e++) {
-    const float p = logits[e];
-    if (count == k && !(p > weights[k - 1])) continue;
+    const float p = x[e];
+    if (count == k && !(p > values[k - 1])) continue;
     int64_t place = count < k ? count++ : k - 1;
-    for (; place > 0 && p > weights[place - 1]; place--) {
-      weights[place] = weights[place - 1];
+    for (; place > 0 && p > values[place - 1]; place--) {
+      values[place] = values[place - 1];
       ids[place] = ids[place - 1];
     }
-    weights[place] = p;
+    values[place] = p;
     ids[place] = static_cast<int32_t>(e);
   }
-  const float sum = sum_of(weights, k);
-  const float divisor = sum < 6.103515625e-5f ? 6.103515625e-5f : sum;
-  for (int64_t i = 0; i < k; i++) weights[i] /= divisor;
+}
+
+// Leaves the scores of the experts in the best groups (ties: lowest group). totals: memory for a float of
+// each group.
+static void keep_best_groups(const ChoiceRule& rule, float* scores, int64_t n, float* totals) {
+  const int64_t size = n / rule.num_groups;
+  for (int64_t g = 0; g < rule.num_groups; g++) {
+    float best = -__builtin_inff(), second = best;
+    for (int64_t i = g * size; i < (g + 1) * size; i++) {
+      second = scores[i] > best ? best : scores[i] > second ? scores[i] : second;
+      best = scores[i] > best ? scores[i] : best;
+    }
+    totals[g] = best + second;
+  }
+  for (int64_t g = 0; g < rule.num_groups; g++) {
+    int64_t place = 0;  // how many groups are better
+    for (int64_t h = 0; h < rule.num_groups; h++) {
+      place += totals[h] > totals[g] || (totals[h] == totals[g] && h < g);
+    }
+    if (place < rule.num_used_groups) continue;
+    for (int64_t i = g * size; i < (g + 1) * size; i++) scores[i] = -__builtin_inff();
+  }
+}
+
+static void choose_experts(const ChoiceRule& rule, float* logits, float* scores, int64_t n, int64_t k,
+                           int32_t* ids, float* weights) {
+  if (rule.bias != nullptr) add(logits, rule.bias, logits, n);
+  gate_in_place(rule.gating, logits, n);
+  if (!rule.has_scores()) {
+    greatest(logits, n, k, ids, weights);
+  } else {
+    if (rule.selection_bias != nullptr) {
+      add(logits, rule.selection_bias, scores, n);
+    } else {
+      memcpy(scores, logits, n * sizeof(float));
+    }
+    if (rule.num_groups > 1) keep_best_groups(rule, scores, n, scores + n);
+    greatest(scores, n, k, ids, weights);
+    for (int64_t i = 0; i < k; i++) weights[i] = logits[ids[i]];
+  }
+  if (rule.gating == Gating::softmax_of_chosen) {
+    softmax_in_place(weights, k);
+  } else if (rule.is_normalised) {
+    const float divisor = sum_of(weights, k) + 1e-20f;
+    for (int64_t i = 0; i < k; i++) weights[i] /= divisor;
+  }
+  for (int64_t i = 0; i < k; i++) weights[i] *= rule.scale;
 }

@@ -214,7 +214,7 @@ class TopLogProbsOp : public Op {
 
  private:
   void choose(const float* logits, int32_t* ids, float* values) const {
-    // As in softmax_topk: the best so far, sorted, and only a greater one displaces.
+    // As in choose_experts: the best so far, sorted, and only a greater one displaces.
     int64_t count = 0;
     for (int64_t i = 0; i < size_; i++) {
       if (count == k_ && !(logits[i] > values[k_ - 1])) continue;
