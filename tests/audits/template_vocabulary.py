@@ -85,7 +85,10 @@ def _trained() -> Tokenizer:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PRE_TOKENIZERS[PRE]), behavior="isolated"),
+            *(
+                pre_tokenizers.Split(Regex(each), behavior="isolated")
+                for each in PRE_TOKENIZERS[PRE].patterns
+            ),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -1,9 +1,10 @@
 """Text ↔ token ids, from the metadata of a GGUF file.
 
-Byte-level BPE by the `tokenizers` library. Added tokens are split off first. The rest is split by the
-family's regular expression, and each piece is turned into bytes and merged by rank. Unit of work: one prompt.
+BPE by the `tokenizers` library. Added tokens are split off first. The rest is split by the family's regular
+expressions. Each piece is merged by rank, as bytes. With gemma-4's vocabulary it is merged as characters, and
+those that are no token are bytes. Unit of work: one prompt.
 
-llama.cpp is the oracle, id for id. Two choices follow from it:
+llama.cpp is the oracle, id for id, but for `gpt-4o` (see docs/text.md). Two choices follow from it:
 - No Unicode normalisation. The Hugging Face files of this family apply NFC first; llama.cpp does not, and
   without it `decode(encode(text)) == text` holds for every valid text.
 - Contractions ('s, 're, …) are ASCII. A case-insensitive group would also take U+017F (ſ) for an s.
@@ -12,34 +13,74 @@ llama.cpp is the oracle, id for id. Two choices follow from it:
 import codecs
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from tokenizers import Regex, models, pre_tokenizers
+from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as BPETokenizer
 
 from coldstream.errors import ContextFullError, InvalidRequestError, UnsupportedError
-from coldstream.gguf.vocabulary import BYTE_ALPHABET, TokenKind, Vocabulary, read_merges
+from coldstream.gguf.vocabulary import BYTE_ALPHABET, BYTE_NAMES, SPACED, TokenKind, Vocabulary, read_merges
 
 # Beyond 10 million retries, about two per blank in a run of blanks, the regular-expression engine panics.
 MAX_TEXT_CHARS = 1 << 22
 # Long texts are encoded in blocks: twice as fast, for what the library notes of each token stays in cache.
 BLOCK_CHARS = 1 << 14
-
-_CONTRACTIONS = r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-PRE_TOKENIZERS: Mapping[str, str] = MappingProxyType(
-    {
-        "qwen2": rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
-        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",
-        "qwen35": rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
-        rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
-    }
-)
+SPACE = "▁"  # a space in gemma-4's tokens
 
 # Where a piece of text always ends: no alternative of the expressions matches across, and none that ends here
 # looks at what follows.
 _BLOCK_END = re.compile(r"[0-9]|[A-Za-z](?= )|\n(?=\S)")
+_NUMBERS_BLOCK_END = re.compile(r"[A-Za-z](?= )|\n(?=\S)")  # where a piece may have several digits
+_SLASHES_BLOCK_END = re.compile(r"[A-Za-z](?= )|\n(?=[^\s/])")  # and where slashes follow line ends
+_LINES_BLOCK_END = re.compile(r"\n(?=[^\n])")
+
+_CONTRACTIONS = r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_ANY_CASE = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LINES = r"[^\n]+|\n+"
+
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """How a family divides text before it is merged."""
+
+    patterns: tuple[str, ...]  # one after the other, each within the pieces of the one before
+    block_end: re.Pattern[str] = _BLOCK_END
+    ignore_merges: bool = False  # whether a piece that is a token is this token, whatever its merges make
+
+
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = MappingProxyType(
+    {
+        "qwen2": PreTokenizer((rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_MARKS}|{_SPACES}",)),
+        "qwen35": PreTokenizer(
+            (
+                rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+                rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
+            )
+        ),
+        "laguna": PreTokenizer((_LINES, rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_MARKS}|{_SPACES}")),
+        "glm4": PreTokenizer(
+            (rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|{_SPACES}",),
+            _NUMBERS_BLOCK_END,
+            ignore_merges=True,
+        ),
+        "gpt-4o": PreTokenizer(
+            (
+                rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ANY_CASE}"
+                rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ANY_CASE}"
+                rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",
+            ),
+            _SLASHES_BLOCK_END,
+        ),
+    }
+)
+# gemma-4's: no token has a line end and another character.
+_OF_LINES = PreTokenizer((_LINES,), _LINES_BLOCK_END)
 
 # From the byte alphabet to the Latin-1 characters whose encoding is those bytes.
 _TO_LATIN_1 = {ord(char): byte for byte, char in enumerate(BYTE_ALPHABET)}
@@ -54,15 +95,25 @@ Segment = tuple[str, bool]
 class Tokenizer:
     """Encodes and decodes text. Immutable; may be shared between threads."""
 
-    def __init__(self, vocabulary: Vocabulary, merges: list[tuple[str, str]], pattern: str) -> None:
+    def __init__(self, vocabulary: Vocabulary, merges: list[tuple[str, str]], pre: PreTokenizer) -> None:
         self.vocabulary = vocabulary
-        self._bpe = BPETokenizer(models.BPE(vocab=vocabulary.token_ids.copy(), merges=merges))
-        self._bpe.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
+        is_spaced = vocabulary.model == SPACED
+        self._bpe = BPETokenizer(
+            models.BPE(
+                vocab=vocabulary.token_ids.copy(),
+                merges=merges,
+                byte_fallback=is_spaced,
+                ignore_merges=pre.ignore_merges,
+            )
         )
+        splits = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in pre.patterns]
+        if is_spaced:
+            self._bpe.normalizer = normalizers.Replace(" ", SPACE)
+            self._bpe.pre_tokenizer = pre_tokenizers.Sequence(splits)
+        else:
+            of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+            self._bpe.pre_tokenizer = pre_tokenizers.Sequence([*splits, of_bytes])
+        self._block_end = pre.block_end
         self._user_defined = _longest_first(vocabulary.user_defined_ids)
         self._added = _longest_first({**vocabulary.user_defined_ids, **vocabulary.control_ids})
         self._longest_token = max(map(len, vocabulary.tokens))
@@ -76,6 +127,8 @@ class Tokenizer:
         field.
         """
         vocabulary = Vocabulary.from_metadata(metadata)
+        if vocabulary.model == SPACED:
+            return cls(vocabulary, read_merges(metadata, vocabulary), _OF_LINES)
         pre = metadata.get("tokenizer.ggml.pre")
         if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
             raise UnsupportedError(f"tokenizer.ggml.pre: {pre!r} is not one of {', '.join(PRE_TOKENIZERS)}")
@@ -146,6 +199,8 @@ class Tokenizer:
         token = self.vocabulary.tokens[index]
         if kind in _SPELT_AS_TEXT:
             return token.encode()
+        if self.vocabulary.model == SPACED:
+            return _spaced_bytes(token, kind)
         if kind != TokenKind.NORMAL:
             return b""
         try:
@@ -204,7 +259,7 @@ class Tokenizer:
             if isinstance(fragment, int):
                 ids.append(fragment)
             elif fragment:
-                for block in split_into_blocks(fragment, BLOCK_CHARS):
+                for block in split_into_blocks(fragment, BLOCK_CHARS, self._block_end):
                     ids += self._bpe.encode(block, add_special_tokens=False).ids
         return ids
 
@@ -231,13 +286,23 @@ class StreamDecoder:
         return rest
 
 
-def split_into_blocks(text: str, size: int) -> Iterator[str]:
-    """`text` in blocks of at least `size` characters, the last perhaps of fewer, with the same tokens."""
+def split_into_blocks(text: str, size: int, block_end: re.Pattern[str]) -> Iterator[str]:
+    """`text` in blocks of at least `size` characters, the last perhaps of fewer, with the same tokens.
+
+    block_end: where a piece of text always ends, as a `PreTokenizer` has it.
+    """
     start = 0
-    while block_end := _BLOCK_END.search(text, start + size - 1):
-        yield text[start : block_end.end()]
-        start = block_end.end()
+    while end := block_end.search(text, start + size - 1):
+        yield text[start : end.end()]
+        start = end.end()
     yield text[start:]
+
+
+def _spaced_bytes(token: str, kind: int) -> bytes:
+    """The bytes of a normal token of gemma-4, or of one for a byte."""
+    if kind == TokenKind.BYTE:
+        return bytes((BYTE_NAMES.index(token),)) if token in BYTE_NAMES else b""
+    return token.replace(SPACE, " ").encode() if kind == TokenKind.NORMAL else b""
 
 
 def _longest_first(token_ids: Mapping[str, int]) -> list[tuple[str, int]]:

@@ -26,14 +26,23 @@ MAX_MERGES = 1 << 21
 MAX_TOKEN_CHARS = 4096
 MAX_ADDED_TOKENS = 4096
 
-SUPPORTED_MODELS = ("gpt2",)
+# Spelt in GPT-2's alphabet of bytes, and spelt in UTF-8, with ▁ for a space and <0x0A> for a byte.
+BYTE_LEVEL, SPACED = "gpt2", "gemma4"
+SUPPORTED_MODELS = (BYTE_LEVEL, SPACED)
 
-END_TOKEN_NAMES = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+END_TOKEN_NAMES = (
+    *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
+    *("<|return|>", "<|call|>"),  # gpt-oss
+    *("<turn|>", "<|tool_response>"),  # gemma-4: what follows is the user's, or a tool's
+)
 # They end a fill-in-the-middle answer: what follows belongs to another file or another repository.
 FIM_END_TOKEN_NAMES = ("<|fim_pad|>", "<|fim_repo|>", "<|repo_name|>", "<|file_sep|>")
 # These are the structure of a prompt, so plain text must not match them, whatever type a file gives them.
 CONTROL_TOKEN_NAMES = (
     *("<|im_start|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
+    *("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>"),
+    *("<|turn>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<tool_response|>", '<|"|>'),
+    *("<|tool>", "<tool|>", "<|think|>"),
     *(END_TOKEN_NAMES + FIM_END_TOKEN_NAMES),
 )
 END_TOKEN_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
@@ -63,6 +72,7 @@ def _byte_alphabet() -> tuple[str, ...]:
 
 
 BYTE_ALPHABET = _byte_alphabet()
+BYTE_NAMES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,7 @@ class Vocabulary:
     among them whatever the file says), `user_defined_ids` in any text. `eos_ids` all end an answer.
     """
 
+    model: str  # one of `SUPPORTED_MODELS`
     tokens: Sequence[str]
     token_ids: MappingProxyType[str, int]
     kinds: bytes
@@ -105,20 +116,20 @@ class Vocabulary:
         user_defined_ids = _ids_of_kinds(tokens, kinds, TokenKind.USER_DEFINED)
         if len(control_ids) + len(user_defined_ids) > MAX_ADDED_TOKENS:
             raise LimitError(f"tokenizer.ggml.token_type: more than {MAX_ADDED_TOKENS} added tokens")
-        _check_byte_tokens(token_ids, kinds)
+        _check_byte_tokens(model, token_ids, kinds)
         special = {key: _read_id(metadata, key, len(tokens)) for key in READ_ID_KEYS}
-        add_bos = bool(_optional(metadata, "tokenizer.ggml.add_bos_token", bool))
+        # gemma-4 can't do without, and first converters said that there is none to add.
+        add_bos = bool(_optional(metadata, "tokenizer.ggml.add_bos_token", bool)) or model == SPACED
         if add_bos and special["bos"] is None:
             raise InconsistentError("tokenizer.ggml.add_bos_token: true, but there is no bos_token_id")
-        named_ends = {token_ids[name] for name in END_TOKEN_NAMES + FIM_END_TOKEN_NAMES if name in token_ids}
-        stated_ends = {index for key in END_TOKEN_KEYS if (index := special[key]) is not None}
         return cls(
+            model=model,
             tokens=tokens,
             token_ids=MappingProxyType(token_ids),
             kinds=kinds,
             control_ids=MappingProxyType(control_ids),
             user_defined_ids=MappingProxyType(user_defined_ids),
-            eos_ids=frozenset(named_ends | stated_ends),
+            eos_ids=frozenset(_end_ids(token_ids, special)),
             eos_id=special["eos"],
             bos_id=special["bos"],
             pad_id=special["padding"],
@@ -153,6 +164,17 @@ def read_merges(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> list[tup
     if forged := vocabulary.control_ids.keys() & set(made):
         raise InconsistentError(f"{field}: plain text could merge into the control token {min(forged)!r}")
     return list(zip(lefts, rights, strict=True))
+
+
+def _end_ids(token_ids: Mapping[str, int], special: Mapping[str, int | None]) -> set[int]:
+    """The tokens that end an answer: those known by name, and those that the file states.
+
+    In gpt-oss `<|end|>` ends a message, of which an answer has several, whatever the file states.
+    """
+    named = {token_ids[name] for name in END_TOKEN_NAMES + FIM_END_TOKEN_NAMES if name in token_ids}
+    stated = {index for key in END_TOKEN_KEYS if (index := special[key]) is not None}
+    is_harmony = "<|return|>" in token_ids and "<|call|>" in token_ids
+    return (named | stated) - ({token_ids["<|end|>"]} if is_harmony and "<|end|>" in token_ids else set())
 
 
 def _read_tokens(metadata: Mapping[str, Any]) -> list[str]:
@@ -201,14 +223,23 @@ def _unread_problems(metadata: Mapping[str, Any], num_tokens: int) -> Iterator[s
             yield f"{error}: ignored, as nothing depends on it"
 
 
-def _check_byte_tokens(token_ids: Mapping[str, int], kinds: bytes) -> None:
-    missing = [byte for byte, char in enumerate(BYTE_ALPHABET) if char not in token_ids]
+def _check_byte_tokens(model: str, token_ids: Mapping[str, int], kinds: bytes) -> None:
+    names = BYTE_ALPHABET if model == BYTE_LEVEL else BYTE_NAMES
+    missing = [byte for byte, name in enumerate(names) if name not in token_ids]
     if missing:
         raise InconsistentError(f"tokenizer.ggml.tokens: {_hex_list(missing)} of 256 bytes have no token")
-    added = (TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.USER_DEFINED)
-    special = [byte for byte, char in enumerate(BYTE_ALPHABET) if kinds[token_ids[char]] in added]
-    if special:
-        raise InconsistentError(f"tokenizer.ggml.token_type: bytes {_hex_list(special)} are marked special")
+    special = (TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.USER_DEFINED)
+    of_bytes = [TokenKind(kinds[token_ids[name]]) for name in names]
+    if model == BYTE_LEVEL:
+        wrong = [byte for byte, kind in enumerate(of_bytes) if kind in special]
+    else:
+        wrong = [byte for byte, kind in enumerate(of_bytes) if kind is not TokenKind.BYTE]
+    if wrong and model == BYTE_LEVEL:
+        raise InconsistentError(f"tokenizer.ggml.token_type: bytes {_hex_list(wrong)} are marked special")
+    if wrong:
+        raise InconsistentError(
+            f"tokenizer.ggml.token_type: bytes {_hex_list(wrong)} are not marked as bytes"
+        )
 
 
 def _hex_list(numbers: Sequence[int]) -> str:
