@@ -18,6 +18,7 @@ from unittest.mock import patch
 import numpy as np
 from cuda.bindings import driver
 
+from bench.device import describe
 from bench.peers.peer_tokens import random_tokens
 from bench.results import write_result
 from coldstream.engine import EngineConfig, open_model
@@ -100,13 +101,18 @@ def main() -> None:
     parser.add_argument("--generate", type=int, default=128, help="tokens")
     parser.add_argument("--ctx-size", type=int, default=4096)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="of these sources, where they are without their repository")
     options = parser.parse_args()
     runs = [measure(options, locked) for locked in options.locked]
     texts = [run.pop("tokens") for run in runs]
     if any(text != texts[0] for text in texts):
         raise SystemExit(f"the texts differ: {texts}")
-    command = f"python -m bench.engine.locked_memory --vram {options.vram}"
-    write_result({"command": command, "prompt": options.prompt, "runs": runs}, options.out)
+    sizes = " ".join(options.locked)
+    command = (
+        f"python -m bench.engine.locked_memory {options.model.name} --vram {options.vram} --locked {sizes}"
+    )
+    result = {"command": command, "machine": describe("cuda"), "prompt": options.prompt, "runs": runs}
+    write_result(result, options.out, options.commit)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,13 @@ from bench.report.gpu import (
 from bench.report.gpu_mixes import desktop_mix, gpu_mixes
 from bench.report.gpu_types import gpu_types
 from bench.report.mixes import mixes
-from bench.report.partial import gpu_desktop, gpu_desktop_rows, gpu_layers, gpu_three_tiers
+from bench.report.partial import (
+    gpu_desktop,
+    gpu_desktop_rows,
+    gpu_layers,
+    gpu_locked_memory,
+    gpu_three_tiers,
+)
 from bench.report.programs import programs
 from bench.report.residents import planned_residents
 from bench.report.serving import gpu_serving, serving
@@ -470,6 +476,7 @@ BLOCKS: dict[str, Callable[[], str]] = aims.BLOCKS | {
     "gpu_desktop": gpu_desktop,
     "gpu_desktop_rows": gpu_desktop_rows,
     "gpu_three_tiers": gpu_three_tiers,
+    "gpu_locked_memory": gpu_locked_memory,
     "gpu_dense_profile": gpu_dense_profile,
     "gpu_profile_rows": gpu_profile_rows,
     "gpu_rows": gpu_rows,

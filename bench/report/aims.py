@@ -12,7 +12,7 @@ from bench.report.gpu_mixes import over_llama_cpp
 from bench.report.gpu_types import CASES as GPU_CASES
 from bench.report.gpu_types import ROWS as GPU_ROWS
 from bench.report.gpu_types import cells
-from bench.report.partial import decode_tok_s
+from bench.report.partial import decode_tok_s, tiers
 from bench.report.peer_figures import nearest, peer_figures
 from bench.report.tables import has, load, table
 
@@ -129,12 +129,13 @@ def _partial() -> Iterator[Aim]:
     }
     for what, (most, seconds) in starts.items():
         yield Aim(what, most, statistics.median(seconds), source, 1, is_most=True, why=START)
-    tiers = load("gpu/three_tiers")["budgets"]
+    found = tiers()
     for gib in (10, 14, 18):
         (peer,) = load(f"gpu/three_tiers_peer_{gib}")["placements"]
-        ratio = tiers[str(gib * 2**30)]["tok_s"] / decode_tok_s(peer)
+        run, name = found[gib]
+        ratio = run["tok_s"] / decode_tok_s(peer)
         what = f"decoding, 4 GiB of VRAM and {gib} of RAM, over llama.cpp"
-        yield Aim(what, 3, ratio, "gpu/three_tiers.json", 1, "×", why=TIERS)
+        yield Aim(what, 3, ratio, f"{name}.json", 1, "×", why=TIERS)
 
 
 def aims_dense() -> str:

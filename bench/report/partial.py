@@ -57,9 +57,18 @@ def _prompts(placement: dict[str, Any]) -> str:
     return ", ".join(rates.get(n, "–") for n in (512, 2048))
 
 
+TIERS = ("gpu/three_tiers", "gpu/three_tiers_18")  # the later one's budgets count
+
+
+def tiers() -> dict[int, tuple[dict[str, Any], str]]:
+    """Runs with less RAM than the file has bytes, by GiB, and the results that they are of."""
+    found = {int(ram) // GIB: (each, name) for name in TIERS for ram, each in load(name)["budgets"].items()}
+    return dict(sorted(found.items(), reverse=True))
+
+
 def gpu_three_tiers() -> str:
     """A GPU with less RAM than the file has bytes, beside llama.cpp with as much."""
-    r = load("gpu/three_tiers")
+    r = load(TIERS[-1])
     header = [
         "RAM",
         "tok/s",
@@ -68,23 +77,40 @@ def gpu_three_tiers() -> str:
         "read from the disk",
         "prompt, s",
         "llama.cpp, tok/s",
+        "commit",
     ]
-    rows = [_tier(r["mapped"], "all, mapped", "", None)]
-    for ram, found in r["budgets"].items():
-        gib = int(ram) // GIB
+    rows = [[*_tier(r["mapped"], "all, mapped", "", None), r["commit"]]]
+    for gib, (found, source) in tiers().items():
         name = f"gpu/three_tiers_peer_{gib}"
         peer = load(name)["placements"] if has(name) else []
-        share = max(found["memory"].values()) / int(ram)
-        rows.append(_tier(found, f"{gib} GiB", f"{share:.0%}", peer[0] if peer else None))
+        share = max(found["memory"].values()) / (gib * GIB)
+        rows.append([*_tier(found, f"{gib} GiB", f"{share:.0%}", peer[0] if peer else None)])
+        rows[-1].append(load(source)["commit"])
     note = (
         f"{r['vram_bytes'] / GIB:.0f} GiB of the GPU's memory, a file of {r['file_bytes'] / 1e9:.0f} GB, a "
-        f"prompt of {r['prompt']} tokens; the same text each time. Limit: {r['limit']}. Commit "
-        f"{r['commit']}: "
-        "`python -m bench.engine.three_tiers full.gguf --vram 4G --ram 18G 14G 10G --fill --tokens 128` and "
+        f"prompt of {r['prompt']} tokens; the same text each time. Limit: {r['limit']}. "
+        "`python -m bench.engine.three_tiers full.gguf --vram 4G --ram … --fill --tokens 128` and "
         "`python -m bench.peers.gpu_peer full.gguf --llama llama --cpu-layers 40 --ram …`, "
-        "which maps the file"
+        "which maps the file, on machines of one kind"
     )
     return table(header, rows) + f"\n{note}\n"
+
+
+def gpu_locked_memory() -> str:
+    """A GPU whose system page-locks a part of the file, or nothing."""
+    r = load("gpu/locked_memory")
+    rows = [
+        [
+            f"{run['locked_bytes'] / GIB:.1f} GiB",
+            f"{run['load_s']:.1f}",
+            f"{run['prompt_rate']:,.0f}",
+            f"{run['decode_rate']:.0f}",
+        ]
+        for run in r["runs"]
+    ]
+    header = ["page-locked", "opening, s", f"a prompt of {r['prompt']}, tok/s", "decoding, tok/s"]
+    machine = f"{r['machine']['gpu']}, {r['machine']['cores']} cores, commit {r['commit']}"
+    return table(header, rows) + f"\nThe same text each time. {machine}: `{r['command']}`\n"
 
 
 def _tier(found: dict[str, Any], name: str, share: str, peer: dict[str, Any] | None) -> list[str]:
