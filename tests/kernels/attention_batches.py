@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from random import Random
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import torch
 from cpu_cases import Output, Results
@@ -22,6 +22,7 @@ from coldstream.kernels.attention.cache_types import CACHE_TYPES, CacheType
 from coldstream.kernels.attention.chunks import CHUNK_SIZE
 from coldstream.kernels.attention.cuda import IntegerKernels, attend_in_parts
 from coldstream.kernels.attention.exact import attention_exact, first_position
+from coldstream.kernels.attention.merge_cuda import gates_of
 from coldstream.kernels.attention.workspace_sizes import rows_at_once
 from coldstream.kernels.cpu_ops import batch_rows
 from coldstream.kernels.cuda.activations import Activations
@@ -32,6 +33,7 @@ from coldstream.kernels.ops import (
     AttentionInputs,
     BatchRows,
     Caches,
+    OutputGate,
     RopeSpec,
     Rows,
 )
@@ -42,6 +44,7 @@ T = TypeVar("T")
 LIMITS = DeviceLimits(5, 99 << 10, 100 << 10)
 WITH_WARPGROUPS = DeviceLimits(5, 227 << 10, 228 << 10, has_warpgroups=True)
 MOST_POSITIONS = 3 * BLOCK_POSITIONS
+GATES: tuple[OutputGate, ...] = get_args(OutputGate)
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,20 @@ def batch_of(
 
 
 @dataclass(frozen=True)
+class Kind:
+    """What heads have of their own, apart from windows."""
+
+    output_gate: OutputGate = "query"
+
+
+USUAL = Kind()
+
+
+def some_kinds() -> st.SearchStrategy[Kind]:
+    return st.builds(Kind, output_gate=st.sampled_from(GATES))
+
+
+@dataclass(frozen=True)
 class BatchCase:
     """Random rows over random caches, in which everything that no row sees is NaN."""
 
@@ -124,7 +141,7 @@ class BatchCase:
     window: int | None = None
     seed: int = 0
     most_positions: int = MOST_POSITIONS
-    output_gate: bool = True
+    kind: Kind = USUAL
     is_deep: bool = True
 
     @property
@@ -143,16 +160,18 @@ class BatchCase:
         num_heads, num_kv_heads, head_dim = self.heads
         positions = self.rows().positions
         num_rows = len(positions)
+        gate_width = {"head": num_heads, "element": num_heads * head_dim}.get(self.kind.output_gate)
         return AttentionInputs(
-            2 * random(num_rows, num_heads * (2 if self.output_gate else 1) * head_dim),
+            2 * random(num_rows, num_heads * (2 if self.kind.output_gate == "query" else 1) * head_dim),
             *(random(num_rows, num_kv_heads * head_dim) for _ in "kv"),
             rope_angles(positions, RopeSpec(16, 1e4)),
+            None if gate_width is None else 3 * random(num_rows, gate_width),
         )
 
     def layer(self) -> AttentionHeads:
         generator = torch.Generator().manual_seed(self.seed + 1)
         norms = [torch.randn(self.heads[2], generator=generator) + 1 for _ in "qk"]
-        return AttentionHeads(*norms, 1e-6, self.output_gate, self.window)
+        return AttentionHeads(*norms, 1e-6, self.kind.output_gate, self.window)
 
     def caches(self) -> Caches:
         """In blocks; the rows' own places hold NaN too."""
@@ -184,7 +203,7 @@ class BatchCase:
         out = Output(len(rows.positions), self.heads[0] * self.heads[2])
         _csrc.attention(
             runtime, inputs.query_gate, inputs.key, inputs.value, inputs.angles, self.layer(),
-            caches.k, caches.v, rows.positions, rows.state_ids, out.rows, batch_rows(rows.batch),
+            caches.k, caches.v, rows.positions, rows.state_ids, out.rows, batch_rows(rows.batch), inputs.gate,
         )  # fmt: skip
         return out.checked(), caches.k, caches.v
 
@@ -213,7 +232,7 @@ def _check_launched(
 ) -> None:
     out, *expected_caches = expected
     num_heads, num_kv_heads, head_dim = case.heads
-    shape = AttentionShape(num_heads, num_kv_heads, head_dim, case.cache_type, case.output_gate)
+    shape = AttentionShape(num_heads, num_kv_heads, head_dim, case.cache_type, case.kind.output_gate)
     inputs, caches, rows = (on(device, each) for each in (case.inputs(), case.caches(), case.rows()))
     num_rows, width = out.shape
     kernels = IntegerKernels(shape, limits)
@@ -228,7 +247,7 @@ def _check_launched(
     heads = on(device, case.layer())
     kernels.prepare(inputs, heads, caches, rows, queries)
     result = Activations(found, quantised)
-    attend_in_parts(kernels, inputs.query_gate, heads, caches, rows, queries, workspace, result)
+    attend_in_parts(kernels, gates_of(inputs, heads), heads, caches, rows, queries, workspace, result)
     for cache, wanted in zip((caches.k, caches.v), expected_caches, strict=True):
         assert torch.equal(cache.cpu(), wanted)
     assert torch.equal(found.cpu(), out)

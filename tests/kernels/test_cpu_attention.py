@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from coldstream.kernels import _csrc
 from coldstream.kernels.attention.exact import attention_exact
 from coldstream.kernels.attention.reference import attention as attention_reference
-from coldstream.kernels.ops import AttentionHeads, AttentionInputs, Caches, RopeSpec, Rows
+from coldstream.kernels.ops import AttentionHeads, AttentionInputs, Caches, OutputGate, RopeSpec, Rows
 from coldstream.kernels.rope.reference import rope_angles
 
 Runtimes = list[_csrc.Runtime]
@@ -127,14 +128,14 @@ def test_without_a_gate_it_is_as_with_gates_that_are_open(
     open_gates[:, :, 1] = 1e9
     queries = open_gates[:, :, 0].reshape(count, -1)
 
-    def attend(runtime: _csrc.Runtime, query_gate: torch.Tensor) -> Results:
+    def attend(runtime: _csrc.Runtime, query_gate: torch.Tensor, output_gate: OutputGate) -> Results:
         out, caches = Output(count, case.num_heads * head_dim), case.caches()
         _csrc.attention(
             runtime,
             query_gate,
             *others[:2],
             angles,
-            AttentionHeads(*others[2:4], EPS),
+            AttentionHeads(*others[2:4], EPS, output_gate),
             *caches,
             case.positions,
             case.state_ids,
@@ -142,10 +143,11 @@ def test_without_a_gate_it_is_as_with_gates_that_are_open(
         )
         return (out.checked(), *caches)
 
-    expected = run_everywhere(lambda runtime: attend(runtime, open_gates.reshape(count, -1)), runtimes)
-    actual = run_everywhere(lambda runtime: attend(runtime, queries), runtimes)
+    both = open_gates.reshape(count, -1)
+    expected = run_everywhere(lambda runtime: attend(runtime, both, "query"), runtimes)
+    actual = run_everywhere(lambda runtime: attend(runtime, queries, "none"), runtimes)
     rows = Rows(case.positions, case.state_ids)
-    heads = AttentionHeads(*others[2:4], EPS, output_gate=False)
+    heads = AttentionHeads(*others[2:4], EPS, output_gate="none")
     inputs = AttentionInputs(queries, *others[:2], angles)
     exact = attention_exact(inputs, heads, Caches(*case.caches()), rows)
     assert all(same_bits(want, got) for want, got in zip(expected, actual, strict=True))
@@ -250,6 +252,8 @@ def test_wrong_arrays_are_refused(fastest: _csrc.Runtime) -> None:
         out: torch.Tensor,
         angles: torch.Tensor = angles,
         q_norm: torch.Tensor = q_norm,
+        output_gate: Any = "query",
+        gate: torch.Tensor | None = None,
     ) -> None:
         _csrc.attention(
             fastest,
@@ -257,12 +261,13 @@ def test_wrong_arrays_are_refused(fastest: _csrc.Runtime) -> None:
             key,
             value,
             angles,
-            AttentionHeads(q_norm, k_norm, EPS),
+            AttentionHeads(q_norm, k_norm, EPS, output_gate),
             k_cache,
             v_cache,
             place,
             place,
             out,
+            gate=gate,
         )
 
     with pytest.raises(ValueError, match="both be float16, both float32 or both int8"):
@@ -280,6 +285,18 @@ def test_wrong_arrays_are_refused(fastest: _csrc.Runtime) -> None:
         call(cache, cache, torch.zeros(2, 48))
     with pytest.raises(ValueError, match=r"query_gate must be \[2, 64\], not \[2, 128\]"):
         call(cache, cache, torch.zeros(2, 32))
+    with pytest.raises(ValueError, match=r"query_gate must be \[2, 64\], not \[2, 128\]"):
+        call(cache, cache, out, output_gate="head", gate=torch.zeros(2, 4))
+    with pytest.raises(ValueError, match="output_gate row is none of: none, query, head, element"):
+        call(cache, cache, out, output_gate="row")
+    query_gate = query_gate[:, :64]
+    for kind, width in (("head", 4), ("element", 64)):
+        with pytest.raises(ValueError, match="gate is missing"):
+            call(cache, cache, out, output_gate=kind)
+        with pytest.raises(ValueError, match=rf"gate must be \[2, {width}\], not \[2, 5\]"):
+            call(cache, cache, out, output_gate=kind, gate=torch.zeros(2, 5))
+    with pytest.raises(ValueError, match="gate belongs to another output_gate"):
+        call(cache, cache, out, output_gate="none", gate=torch.zeros(2, 4))
     with pytest.raises(ValueError, match="rows of 8 elements in k_cache hold no heads of 16"):
         call(cache[..., :8].contiguous(), cache[..., :8].contiguous(), out)
     with pytest.raises(ValueError, match="more dimensions than a head has"):

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from attention_batches import BatchCase, Part, random_tree, some_parts
+from attention_batches import BatchCase, Kind, Part, random_tree, some_kinds, some_parts
 from attention_cases import EPS, Case, make_case, records
 from cpu_cases import Output, Results, run_everywhere, same_bits
 from deep_attention import LARGEST_CONTEXT, fast_definition, random_rows
@@ -137,12 +137,16 @@ def test_any_batch_has_the_bits_of_the_definition(tiers: Runtimes, name: str) ->
         heads=st.sampled_from([(4, 2, 64), (3, 3, 32), (6, 1, 96)]),
         window=st.sampled_from([None, None, 1, 60, 300]),
         seed=st.integers(0, 99),
-        output_gate=st.booleans(),
+        kind=some_kinds(),
     )
     def check_all(
-        parts: list[Part], heads: tuple[int, int, int], window: int | None, seed: int, output_gate: bool
+        parts: list[Part],
+        heads: tuple[int, int, int],
+        window: int | None,
+        seed: int,
+        kind: Kind,
     ) -> None:
-        check(tiers, BatchCase(parts, name, heads, window, seed, output_gate=output_gate))
+        check(tiers, BatchCase(parts, name, heads, window, seed, kind=kind))
 
     check_all()
 

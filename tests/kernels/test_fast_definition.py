@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attention_batches import BatchCase, Part, some_parts
+from attention_batches import BatchCase, Kind, Part, some_kinds, some_parts
 from cpu_cases import same_bits
 from deep_attention import (
     LARGEST_CONTEXT,
@@ -59,12 +59,12 @@ def test_deep_chunks_have_the_bits_of_the_definition(first: int, count: int) -> 
     some_parts(),
     st.sampled_from([None, 1, 60, 300]),
     st.integers(0, 99),
-    st.booleans(),
+    some_kinds(),
 )
 def test_whole_rows_have_the_bits_of_the_definition(
-    name: str, parts: list[Part], window: int | None, seed: int, output_gate: bool
+    name: str, parts: list[Part], window: int | None, seed: int, kind: Kind
 ) -> None:
-    case = BatchCase(parts, name, (4, 2, 32), window, seed, output_gate=output_gate)
+    case = BatchCase(parts, name, (4, 2, 32), window, seed, kind=kind)
     with fast_definition():
         found = case.expected()
     assert all(same_bits(a, b) for a, b in zip(found, case.expected(), strict=True))

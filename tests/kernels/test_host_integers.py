@@ -8,13 +8,16 @@ import torch
 from attention_batches import (
     LIMITS,
     MOST_POSITIONS,
+    USUAL,
     WITH_WARPGROUPS,
     BatchCase,
+    Kind,
     Part,
     batch_of,
     check_launched,
     line,
     random_tree,
+    some_kinds,
     some_parts,
 )
 from hypothesis import given, settings
@@ -86,12 +89,10 @@ def check_whole(
     limits: DeviceLimits = LIMITS,
     device: str = "cpu",
     *,
-    output_gate: bool = True,
+    kind: Kind = USUAL,
 ) -> None:
     """From projections to what the next product reads, and what is left in the caches."""
-    case = BatchCase(
-        parts, cache_name, heads, window, seed, output_gate=output_gate, is_deep=is_deep(seed, limits)
-    )
+    case = BatchCase(parts, cache_name, heads, window, seed, kind=kind, is_deep=is_deep(seed, limits))
     check_launched(case, case.expected(), limits, device)
 
 
@@ -154,9 +155,9 @@ def test_warpgroups_have_the_bits_of_the_definition(cache_name: str, heads: tupl
 @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (5, 1, 96)])
 def test_attention_has_the_bits_of_the_definition(cache_name: str, heads: tuple[int, int, int]) -> None:
     @settings(max_examples=5)
-    @given(some_parts(), st.sampled_from([None, 60]), st.integers(0, 99), st.booleans())
-    def check_all(parts: list[Part], window: int | None, seed: int, output_gate: bool) -> None:
-        check_whole(parts, cache_name, heads, window, seed, output_gate=output_gate)
+    @given(some_parts(), st.sampled_from([None, 60]), st.integers(0, 99), some_kinds())
+    def check_all(parts: list[Part], window: int | None, seed: int, kind: Kind) -> None:
+        check_whole(parts, cache_name, heads, window, seed, kind=kind)
 
     check_all()
 
@@ -232,10 +233,10 @@ def test_a_window_without_a_position_is_refused() -> None:
 @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (5, 1, 96), (16, 2, 256)])
 def test_a_gpu_has_them_too(cache_name: str, heads: tuple[int, int, int]) -> None:
     @settings(max_examples=20)
-    @given(some_parts(), st.sampled_from([None, 60]), st.integers(0, 99), st.booleans())
-    def check_all(parts: list[Part], window: int | None, seed: int, output_gate: bool) -> None:
+    @given(some_parts(), st.sampled_from([None, 60]), st.integers(0, 99), some_kinds())
+    def check_all(parts: list[Part], window: int | None, seed: int, kind: Kind) -> None:
         given = cache_name, heads, window, seed, device_limits(), "cuda"
-        check_whole(parts, *given, output_gate=output_gate)
+        check_whole(parts, *given, kind=kind)
 
     check_all()
 

@@ -2,18 +2,19 @@
 
 import pytest
 import torch
+from attention_batches import GATES
 from deep_attention import LARGEST_CONTEXT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coldstream.kernels.arithmetic.reference import empty_activations, quantize_activations, sigmoid
+from coldstream.kernels.arithmetic.reference import empty_activations, quantize_activations, sigmoid, softplus
 from coldstream.kernels.attention.arguments import AttentionShape, DecodeWorkspace
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
 from coldstream.kernels.attention.chunks import CHUNK_SIZE
 from coldstream.kernels.attention.exact import first_position, merge_chunks
-from coldstream.kernels.attention.merge_cuda import MERGE_BATCH, MergeKernels
+from coldstream.kernels.attention.merge_cuda import MERGE_BATCH, MergeKernels, gates_of
 from coldstream.kernels.attention.reference import finish, split_gate
-from coldstream.kernels.ops import AttentionHeads, Rows
+from coldstream.kernels.ops import AttentionHeads, AttentionInputs, OutputGate, Rows
 
 MOST_POSITIONS = (2 * MERGE_BATCH + 10) * CHUNK_SIZE
 SHARED_PER_BLOCK = (64 << 10, 99 << 10, 227 << 10)  # of Turing, of later consumers' devices, of Hopper
@@ -35,7 +36,8 @@ def check(
     )
     stats[..., 0] *= 20
     stats[..., 1] = stats[..., 1].abs() + 1
-    query_gate = 3 * torch.randn(num_rows, width * (2 if shape.output_gate else 1) + 4, generator=generator)
+    widths = {"query": 2 * width, "head": shape.num_heads}
+    gates = 3 * torch.randn(num_rows, widths.get(shape.output_gate, width) + 4, generator=generator)[:, :-4]
     expected = torch.zeros(num_rows, shape.num_heads, shape.head_dim)
     for row, position in enumerate(positions):
         if position < 0:
@@ -48,13 +50,16 @@ def check(
     expected = shape.cache_type.rotate_back(expected)
     ones = torch.ones(shape.head_dim)
     heads = AttentionHeads(ones, ones, 1e-6, shape.output_gate, window)
-    _, gate = split_gate(query_gate[:, :-4], shape.head_dim, heads)
-    expected = finish(expected, gate, heads, sigmoid)
+    query_gate = gates if shape.output_gate == "query" else torch.zeros(num_rows, width)
+    inputs = AttentionInputs(query_gate, ones, ones, ones, gates)
+    _, gate = split_gate(inputs, shape.head_dim, heads)
+    expected = finish(expected, gate, heads, sigmoid, softplus)
     out, quantised = torch.empty(num_rows, width), empty_activations(num_rows, width, torch.device("cpu"))
     at = torch.tensor(positions, dtype=torch.int32)
     rows = Rows(at, torch.zeros_like(at))
     kernels = MergeKernels(shape, shared_per_block)
-    kernels.merge(query_gate, heads, rows, DecodeWorkspace(values, stats), out=out, quantised=quantised)
+    workspace = DecodeWorkspace(values, stats)
+    kernels.merge(gates_of(inputs, heads), heads, rows, workspace, out=out, quantised=quantised)
     assert torch.equal(out, expected)
     padded = torch.nn.functional.pad(expected, (0, quantised.q.shape[1] - width))
     for found, wanted in zip(
@@ -64,9 +69,11 @@ def check(
 
 
 @pytest.mark.usefixtures("host")
-@pytest.mark.parametrize("output_gate", [True, False])
+@pytest.mark.parametrize("output_gate", GATES)
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(3, 256), (4, 128), (5, 96), (6, 64), (9, 32)])
-def test_chunks_are_merged_as_the_definition_says(num_heads: int, head_dim: int, output_gate: bool) -> None:
+def test_chunks_are_merged_as_the_definition_says(
+    num_heads: int, head_dim: int, output_gate: OutputGate
+) -> None:
     @settings(max_examples=10)
     @given(
         positions=st.lists(
@@ -100,9 +107,11 @@ def test_as_many_chunks_as_a_context_has_are_merged(
 
 
 @pytest.mark.usefixtures("host")
-@pytest.mark.parametrize("output_gate", [True, False])
+@pytest.mark.parametrize("output_gate", GATES)
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(3, 256), (4, 128), (5, 96), (6, 64), (9, 32)])
-def test_what_is_merged_already_is_only_finished(num_heads: int, head_dim: int, output_gate: bool) -> None:
+def test_what_is_merged_already_is_only_finished(
+    num_heads: int, head_dim: int, output_gate: OutputGate
+) -> None:
     for window in (None, 300):
         shape = AttentionShape(num_heads, 1, head_dim, CACHE_TYPES["i8"], output_gate)
         check(shape, window, [5, 100_000, -1, 255, 256, 70_000, 3], 1, seed=4)

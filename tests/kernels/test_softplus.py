@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from coldstream.kernels.gated_delta_net.exact import log1p, softplus
+from coldstream.kernels.arithmetic.reference import log1p, softplus
 
 
 def test_log1p_is_within_three_units_in_the_last_place() -> None:

@@ -1,6 +1,7 @@
 """Layers on the reference operations, against their formulas."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from coldstream.kernels.ops import (
     DeltaNetWeights,
     ExpertWeights,
     FfnWeights,
+    OutputGate,
     RopeSpec,
     RouterWeights,
     Rows,
@@ -107,21 +109,26 @@ def test_dense_ffn() -> None:
     torch.testing.assert_close(ReferenceOps().ffn(x, FfnWeights(gate, up, down)), expected)
 
 
-@pytest.mark.parametrize("output_gate", [True, False], ids=["gated", "without a gate"])
+@pytest.mark.parametrize("output_gate", get_args(OutputGate))
 @pytest.mark.parametrize("window", [None, 2])
-def test_attention_joins_its_projections(output_gate: bool, window: int | None) -> None:
+def test_attention_joins_its_projections(output_gate: OutputGate, window: int | None) -> None:
     ops = ReferenceOps()
-    q, k, v, out, q_norm, k_norm, x = matrices(
-        (H * (1 + output_gate) * D, E), (G * D, E), (G * D, E), (E, H * D), (D,), (D,), (5, E)
+    query_rows, gate_rows = (
+        H * D * (2 if output_gate == "query" else 1),
+        H * (D if output_gate == "element" else 1),
     )
+    q, k, v, out, q_norm, k_norm, x, gate = matrices(
+        (query_rows, E), (G * D, E), (G * D, E), (E, H * D), (D,), (D,), (5, E), (gate_rows, E)
+    )
+    attn_gate = gate if output_gate in ("head", "element") else None
     angles = torch.stack((torch.ones(5, 1), torch.zeros(5, 1)), dim=-1)
     caches = [torch.full((1, 5, G, D), torch.nan) for _ in range(4)]
     heads = AttentionHeads(q_norm, k_norm, 1e-6, output_gate, window)
-    weights = AttentionWeights(q, k, v, out, heads, RopeSpec(2, 1e4))
+    weights = AttentionWeights(q, k, v, out, heads, RopeSpec(2, 1e4), attn_gate)
     actual = attention(
         ops, project_attention(ops, x, weights, angles), weights, Caches(*caches[:2]), rows_of(5)
     )
-    inputs = AttentionInputs(x @ q.T, x @ k.T, x @ v.T, angles)
+    inputs = AttentionInputs(x @ q.T, x @ k.T, x @ v.T, angles, None if attn_gate is None else x @ gate.T)
     mixed = ops.attention(inputs, heads, Caches(*caches[2:]), rows_of(5))
     torch.testing.assert_close(actual, mixed @ out.T)
     torch.testing.assert_close(caches[0], caches[2])

@@ -239,10 +239,10 @@ class CpuOps(ComposedOps):
 
     def attention(self, inputs: AttentionInputs, heads: AttentionHeads, caches: Caches, rows: Rows) -> Array:
         num_rows, width = inputs.query_gate.shape
-        out = self._empty(num_rows, width // (2 if heads.output_gate else 1))
+        out = self._empty(num_rows, width // (2 if heads.output_gate == "query" else 1))
         _csrc.attention(
             self._runtime, inputs.query_gate, inputs.key, inputs.value, inputs.angles, heads,
-            caches.k, caches.v, rows.positions, rows.state_ids, out, batch_rows(rows.batch),
+            caches.k, caches.v, rows.positions, rows.state_ids, out, batch_rows(rows.batch), inputs.gate,
         )  # fmt: skip
         return out
 

@@ -31,6 +31,10 @@ GATINGS: Mapping[int, Gating] = MappingProxyType(
     {1: "softmax", 2: "sigmoid", 3: "softmax of the chosen", 4: "square root of softplus"}
 )
 
+# What multiplies a head's result. query: the sigmoids of a vector that the query projection has behind each
+# query. head, element: softplus of a projection of its own, with one number for a head or for an element.
+OutputGate = Literal["none", "query", "head", "element"]
+
 
 BLOCK_POSITIONS = 256  # in a block of keys and values, and in a chunk that attention sums separately
 MAX_TREE_ROWS = 64
@@ -135,10 +139,11 @@ class RopeSpec:
 class AttentionInputs:
     """Projections of new rows: float32, unit stride along the last dimension; rows may be parts of others."""
 
-    query_gate: Array  # [T, H·2·D]: per head its query, then its gate; without a gate [T, H·D]
+    query_gate: Array  # [T, H·D]; with a gate of kind "query" [T, H·2·D]: per head its query, then its gate
     key: Array  # [T, G·D]
     value: Array  # [T, G·D]
     angles: Array  # [T, rope dimensions / 2, 2], contiguous; see `Ops.rope_angles`
+    gate: Array = None  # [T, H] of kind "head", [T, H·D] of kind "element", else None
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,7 @@ class AttentionHeads:
     q_norm: Array  # [D]
     k_norm: Array  # [D]
     eps: float
-    output_gate: bool = True  # whether a gate comes with each query
+    output_gate: OutputGate = "query"
     window: int | None = None  # positions that a row attends to at most, its own included; None: all
 
 
@@ -376,8 +381,8 @@ class Ops(Protocol):
         Queries and keys are RMS-normed per head, then rotated by `inputs.angles`; keys and values are written
         into the caches at `rows`. Each row attends to positions 0 … its own of its sequence, in a batch to
         the committed positions, its ancestors and itself; with a window only to the last `heads.window` of
-        these positions. Scale 1/sqrt(D); the result is multiplied by sigmoid(gate) if there is one. Mutates
-        both caches.
+        these positions. Scale 1/sqrt(D); the result is multiplied as `heads.output_gate` says. Mutates both
+        caches.
         """
 
     def gated_delta_net(

@@ -19,7 +19,7 @@ from coldstream.kernels.ops import (
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """Named as in the file. attn_q holds per head D rows of the query, then of the gate if there is one."""
+    """Named as in the file. attn_q holds per head D rows of the query, then of a gate of kind "query"."""
 
     attn_q: Weight  # [H · 2 · D, E], or [H · D, E]
     attn_k: Weight  # [G · D, E]
@@ -27,11 +27,16 @@ class AttentionWeights:
     attn_output: Weight  # [E, H · D]
     heads: AttentionHeads
     rope: RopeSpec
+    attn_gate: Weight = None  # [H, E] of kind "head", [H · D, E] of kind "element", else None
 
 
 def project_attention(ops: Ops, x: Array, weights: AttentionWeights, angles: Array) -> AttentionInputs:
     """The inputs of `attention` for x [T, E]. angles: by `weights.rope`."""
-    query_gate, key, value = ops.linear(x, (weights.attn_q, weights.attn_k, weights.attn_v))
+    projections = (weights.attn_q, weights.attn_k, weights.attn_v)
+    if weights.attn_gate is not None:
+        query, key, value, gate = ops.linear(x, (*projections, weights.attn_gate))
+        return AttentionInputs(query, key, value, angles, gate)
+    query_gate, key, value = ops.linear(x, projections)
     return AttentionInputs(query_gate, key, value, angles)
 
 

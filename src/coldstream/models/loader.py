@@ -124,13 +124,14 @@ class Loader:
             self.weight,
             (f"{prefix}attn_q", f"{prefix}attn_k", f"{prefix}attn_v"),
             fused=f"{prefix}attn_qkv",
-            sizes=((1 + spec.output_gate) * spec.query_dim, spec.kv_dim, spec.kv_dim),
+            sizes=(spec.query_rows, spec.kv_dim, spec.kv_dim),
         )
         return AttentionWeights(
             attn_q=attn_q,
             attn_k=attn_k,
             attn_v=attn_v,
             attn_output=self.weight(f"{prefix}attn_output"),
+            attn_gate=self.weight(f"{prefix}attn_gate") if spec.gate_rows else None,
             heads=AttentionHeads(
                 q_norm=self.vector(f"{prefix}attn_q_norm.weight"),
                 k_norm=self.vector(f"{prefix}attn_k_norm.weight"),

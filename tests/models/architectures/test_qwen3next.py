@@ -123,7 +123,7 @@ def tiny(**options: bool) -> TinyModel:
 
 def qwen3next_80b() -> ModelSpec:
     """The published numbers of Qwen3-Next-80B-A3B."""
-    attention = AttentionSpec(16, 2, 256, RopeSpec(64, 1e7), output_gate=True, qk_norm="head")
+    attention = AttentionSpec(16, 2, 256, RopeSpec(64, 1e7), output_gate="query", qk_norm="head")
     delta_net = DeltaNetSpec(4, 128, 16, 32, value_heads_grouped=True)
     ffn = MoeSpec(512, 10, 512, shared="gated", shared_ffn_size=512)
     return ModelSpec(
@@ -164,7 +164,11 @@ def test_the_spec_of_a_file(ssm_in: bool, spec_of: Callable[[TinyModel], ModelSp
     assert spec.architecture == "qwen3next"
     assert spec.layer_kinds == ("delta_net", "delta_net", "delta_net", "attention")
     assert spec.delta_net.key_head_ids == (0, 0, 1, 1)
-    assert (spec.attentions[0].output_gate, spec.moe.shared, spec.moe.shared_ffn_size) == (True, "gated", 64)
+    assert (spec.attentions[0].output_gate, spec.moe.shared, spec.moe.shared_ffn_size) == (
+        "query",
+        "gated",
+        64,
+    )
     silent = tiny(ssm_in=ssm_in)
     del silent.metadata["qwen3next.full_attention_interval"]
     assert spec_of(silent) == spec

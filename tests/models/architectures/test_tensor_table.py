@@ -10,9 +10,10 @@ import pytest
 from builders import SMALL, TinyModel, make_model, write_model
 from coldstream.errors import InconsistentError, ModelFormatError, UnsupportedError
 from coldstream.gguf import GGUFFile, QuantType
-from coldstream.kernels.ops import RopeSpec
+from coldstream.kernels.ops import OutputGate, RopeSpec
 from coldstream.models import ModelSpec, block_tensors, global_tensors, read_spec, validate_tensors
 from coldstream.models.spec.layer_specs import AttentionSpec, DeltaNetSpec, DenseFfnSpec, LayerSpec, MoeSpec
+from coldstream.models.spec.layer_tensors import attention_tensors
 
 LoadSpec = Callable[[TinyModel], ModelSpec]
 
@@ -28,7 +29,7 @@ def qwen36(is_moe: bool, num_nextn_layers: int = 0) -> ModelSpec:
         num_kv_heads=2 if is_moe else 4,
         head_dim=256,
         rope=RopeSpec(64, 1e7),
-        output_gate=True,
+        output_gate="query",
         qk_norm="head",
     )
     delta_net = DeltaNetSpec(
@@ -92,6 +93,19 @@ def test_shapes_of_published_files() -> None:
     assert dense["blk.0.ssm_alpha.weight"] == (48, 5120)
     assert dense["blk.3.attn_q.weight"] == (12288, 5120)
     assert dense["blk.0.ffn_down.weight"] == (5120, 17408)
+
+
+@pytest.mark.parametrize(
+    ("output_gate", "query_rows", "gate_rows"),
+    [("none", 96, None), ("query", 192, None), ("head", 96, 6), ("element", 96, 96)],
+)
+def test_gates_of_attention_have_rows_or_a_tensor(
+    output_gate: OutputGate, query_rows: int, gate_rows: int | None
+) -> None:
+    spec = AttentionSpec(6, 2, 16, RopeSpec(16, 1e4), output_gate=output_gate, qk_norm="head")
+    shapes = {name: shape for group in attention_tensors(spec, 64) for name, (shape,) in group[0].items()}
+    assert shapes["attn_q.weight"] == (query_rows, 64)
+    assert shapes.get("attn_gate.weight") == (None if gate_rows is None else (gate_rows, 64))
 
 
 @pytest.mark.sharded(of="models on the CPU")

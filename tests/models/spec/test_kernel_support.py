@@ -37,7 +37,7 @@ CHOICES: list[tuple[type, dict[str, Any], str]] = [
 ]
 # Likewise, with values that kernels compute besides those of the model below.
 COMPUTED: list[tuple[type, dict[str, Any]]] = [
-    (AttentionSpec, {"output_gate": False}),
+    *((AttentionSpec, {"output_gate": gate}) for gate in ("none", "head", "element")),
     (AttentionSpec, {"window": 128}),
     (MoeSpec, {"shared": "none"}),
     (MoeSpec, {"shared": "plain"}),

@@ -53,7 +53,7 @@ def test_moe(load_spec: LoadSpec) -> None:
         num_kv_heads=2,
         head_dim=8,
         rope=RopeSpec(4, 1e7),
-        output_gate=True,
+        output_gate="query",
         qk_norm="head",
     )
     delta_net = DeltaNetSpec(

@@ -32,7 +32,7 @@ def read(tmp_path: Path) -> Read:
         with GGUFFile.open(write_model(tmp_path / "tiny.gguf", model)[0]) as file:
             keys = Hyperparameters(file.metadata, file.tensors, "qwen3moe")
             return read_attention(
-                keys, output_gate=False, qk_norm="head", rotates_whole_heads=True, **options
+                keys, output_gate="none", qk_norm="head", rotates_whole_heads=True, **options
             )
 
     return read_changed

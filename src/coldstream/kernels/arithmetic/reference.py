@@ -21,6 +21,7 @@ EXP_MIN, EXP_MAX = -87.33654, 88.37626
 LOG2_E = 1.4426950408889634
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
 EXP_COEFFICIENTS = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)
+LOG1P_COEFFICIENTS = (1 / 15, 1 / 13, 1 / 11, 1 / 9, 1 / 7, 1 / 5, 1 / 3, 1.0)
 
 
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -80,6 +81,21 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
 def silu(x: torch.Tensor) -> torch.Tensor:
     """x · sigmoid(x), float32."""
     return x * sigmoid(x)
+
+
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    """log(1 + e^x), as max(x, 0) + log1p(e^−|x|)."""
+    return torch.where(x > 0, x, 0.0) + log1p(exp(-x.abs()))
+
+
+def log1p(t: torch.Tensor) -> torch.Tensor:
+    """log(1 + t) for 0 ≤ t ≤ 1 by the series of 2 · artanh(t / (2 + t))."""
+    s = t / (2 + t)
+    z = s * s
+    series = constant(LOG1P_COEFFICIENTS[0]).expand_as(z)
+    for coefficient in LOG1P_COEFFICIENTS[1:]:
+        series = fma(series, z, constant(coefficient))
+    return (2 * s) * series
 
 
 def sum_of_eight(lanes: torch.Tensor) -> torch.Tensor:

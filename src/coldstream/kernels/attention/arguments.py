@@ -11,7 +11,7 @@ from coldstream.kernels.attention.chunks import CHUNK_SIZE
 from coldstream.kernels.attention.workspace_sizes import partial_shapes
 from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.structs import declared_in
-from coldstream.kernels.ops import AttentionHeads, AttentionInputs, Caches
+from coldstream.kernels.ops import AttentionHeads, AttentionInputs, Caches, OutputGate
 
 
 @declared_in("attention/grid.cuh")
@@ -26,7 +26,7 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     cache_type: CacheLayout
-    output_gate: bool = True  # behind each query
+    output_gate: OutputGate = "query"
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
@@ -37,7 +37,7 @@ class AttentionShape:
     def of(cls, inputs: AttentionInputs, heads: AttentionHeads, caches: Caches) -> "AttentionShape":
         """The sizes of a layer's tensors."""
         head_dim = heads.q_norm.shape[0]
-        num_heads = inputs.query_gate.shape[1] // (2 * head_dim if heads.output_gate else head_dim)
+        num_heads = inputs.query_gate.shape[1] // (2 * head_dim if heads.output_gate == "query" else head_dim)
         cache_type = CacheLayout.of(caches.k, head_dim)
         return cls(num_heads, caches.k.shape[2], head_dim, cache_type, heads.output_gate)
 

@@ -6,7 +6,7 @@
     kernels = IntegerKernels(AttentionShape(16, 2, 256, CACHE_TYPES["i16"]), device_limits())
     kernels.prepare(inputs, heads, caches, rows, queries)
     kernels.attend(queries, caches, rows, workspace)
-    kernels.merge(query_gate, heads, rows, workspace, out=out)
+    kernels.merge(gates_of(inputs, heads), heads, rows, workspace, out=out)
 
 Nothing here allocates, synchronises or looks at device data. T rows, H query heads, G key/value heads, D
 values a head.
@@ -29,7 +29,7 @@ from coldstream.kernels.attention.arguments import (
 )
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 from coldstream.kernels.attention.chunks import BLOCK_SIZE
-from coldstream.kernels.attention.merge_cuda import MergeKernels
+from coldstream.kernels.attention.merge_cuda import MergeKernels, gates_of
 from coldstream.kernels.attention.workspace_sizes import SPLIT_ROWS, num_chunks
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.array import DeviceArray, check_array
@@ -97,7 +97,7 @@ class IntegerKernels:
             for trees in (False, True)
             if self._is_needed(kind, trees)
         }
-        files = {PREPARE: {_instance("attention_prepare_integers", shape, shape.output_gate)}}
+        files = {PREPARE: {_instance("attention_prepare_integers", shape, shape.output_gate == "query")}}
         for form in self._forms.values():
             files.setdefault(form.file, set()).add(form.instance)
         self.programs = {
@@ -345,12 +345,13 @@ def attention_cuda(
     """
     kernels = integer_kernels(shape, device_limits())
     kernels.prepare(inputs, heads, caches, rows, queries)
-    attend_in_parts(kernels, inputs.query_gate, heads, caches, rows, queries, workspace, out)
+    gates = gates_of(inputs, heads)
+    attend_in_parts(kernels, gates, heads, caches, rows, queries, workspace, out)
 
 
 def attend_in_parts(
     kernels: IntegerKernels,
-    query_gate: DeviceArray,
+    gates: DeviceArray | None,
     heads: AttentionHeads,
     caches: Caches,
     rows: Rows,
@@ -358,14 +359,18 @@ def attend_in_parts(
     workspace: DecodeWorkspace,
     out: Activations,
 ) -> None:
-    """`attend` and `merge` of as many rows at a time as the workspace has; all have been prepared."""
+    """`attend` and `merge` of as many rows at a time as the workspace has; all have been prepared.
+
+    gates: see `gates_of`.
+    """
     num_rows, at_once = len(rows.positions), len(workspace.values)
     for first in range(0, num_rows, at_once):
         part = slice(first, min(num_rows, first + at_once))
         own, result = _part_of(rows, part), out.rows(first, part.stop - first)
         codes = IntegerQueries(queries.codes[part], queries.scales[part])
         kernels.attend(codes, heads.window, caches, own, workspace)
-        kernels.merge(query_gate[part], heads, own, workspace, out=result.values, quantised=result.quantised)
+        of_part = None if gates is None else gates[part]
+        kernels.merge(of_part, heads, own, workspace, out=result.values, quantised=result.quantised)
 
 
 def _part_of(rows: Rows, part: slice) -> Rows:

@@ -16,6 +16,7 @@ from coldstream.kernels.arithmetic.reference import (
     fma,
     inverse_sqrt,
     sigmoid,
+    softplus,
     sum_lanes,
 )
 from coldstream.kernels.attention.cache_types import CacheType
@@ -80,7 +81,7 @@ def attention_exact(
     num_kv_heads = caches.k.shape[-2]
     head_dim = inputs.key.shape[-1] // num_kv_heads
     cache_type = CacheType.of(caches.k, head_dim)
-    query, gate = split_gate(inputs.query_gate, head_dim, heads)
+    query, gate = split_gate(inputs, head_dim, heads)
     query = rotate_exact(rms_norm_exact(query, heads.q_norm, heads.eps), inputs.angles)
     query = query * inverse_sqrt(constant(head_dim))
     key = grouped(inputs.key, num_kv_heads, head_dim)
@@ -96,7 +97,7 @@ def attention_exact(
         keys, values = (cache[pieces[first:], places[first:]] for cache in (caches.k, caches.v))
         outputs.append(attend(heads_of(cache_type, q, keys, values), first).unsqueeze(0))
     output = cache_type.rotate_back(torch.cat(outputs))
-    return finish(output, gate, heads, sigmoid)
+    return finish(output, gate, heads, sigmoid, softplus)
 
 
 def heads_of(cache_type: CacheType, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Heads:

@@ -27,7 +27,7 @@ __device__ __forceinline__ void store_columns(float* to, const float (&x)[lane_c
 
 // Gates and positions were written before the previous launch began, so that they may be read before that
 // launch has ended.
-template <int head_dim, bool has_gate>
+template <int head_dim, OutputGate gate>
 __global__ void __launch_bounds__((finish_warps * warp_size)) attention_finish(const MergeArguments a) {
   const int num_columns = a.num_heads * head_dim,
             num_groups = (num_columns + group_elements - 1) / group_elements;
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__((finish_warps * warp_size)) attention_finish(c
   const int first_column = group * group_elements,
             column = min(first_column + lane * lane_columns, num_columns - lane_columns);
   const int position = is_item ? a.positions[row] : -1;
-  const HeadEnd<head_dim, has_gate, lane_columns> end(a, is_item ? row : 0, column);
+  const HeadEnd<head_dim, gate, lane_columns> end(a, is_item ? row : 0, column);
   wait_for_previous_grid();
   release_next_grid();
   if (!is_item) return;

@@ -172,7 +172,7 @@ __device__ __forceinline__ float head_rotated_back(float x, float (*staged)[grou
   return x * (1.0f / size);
 }
 
-template <int head_dim, bool has_gate, int stages>
+template <int head_dim, OutputGate gate, int stages>
 __global__ void __launch_bounds__(merge_threads) attention_merge(const MergeArguments a) {
   using MergerOfHead = Merger<head_dim, stages>;
   __shared__ typename MergerOfHead::FactorsOfSpan factors;
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(merge_threads) attention_merge(const MergeArgu
   MergerOfHead m(a, staged, factors, num_chunks);
   m.start();
   const int column = min(m.first_column + int(threadIdx.x), m.num_columns - 1);
-  const HeadEnd<head_dim, has_gate, 1> end(a, m.row, column);
+  const HeadEnd<head_dim, gate, 1> end(a, m.row, column);
 #pragma unroll 1
   for (int batch = 0; batch * merge_batch < num_chunks; batch++) m.merge(batch);
   float results[1] = {num_chunks > 0 ? m.numerator * (1.0f / m.denominator) : 0.0f};

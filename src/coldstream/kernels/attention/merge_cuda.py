@@ -8,18 +8,24 @@ from coldstream.kernels.attention.arguments import AttentionShape, DecodeWorkspa
 from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
-from coldstream.kernels.ops import AttentionHeads, Rows
+from coldstream.kernels.ops import AttentionHeads, AttentionInputs, Rows
 
 MERGE_BATCH = 32  # chunks
 BATCH_BYTES = MERGE_BATCH * GROUP_SIZE * 4  # of shared memory
 FEWEST_BATCHES, MOST_BATCHES = 2, 6  # in shared memory at once
 STATIC_BYTES = 10 << 10  # of shared memory beside them, at most
 FINISH_WARPS = 4  # of a block of threads of `finish.cu`
-GATE_ALIGNMENT = 4  # elements between rows of `query_gate`
+GATE_ALIGNMENT = 4  # elements between rows of gates, unless a head has only one
 
 
 @declared_in("attention/merge.cuh")
 class MergeArguments(ctypes.Structure): ...
+
+
+def gates_of(inputs: AttentionInputs, heads: AttentionHeads) -> DeviceArray | None:
+    """The rows that hold the gates of heads; None without gates."""
+    gates: DeviceArray | None = inputs.query_gate if heads.output_gate == "query" else inputs.gate
+    return None if heads.output_gate == "none" else gates
 
 
 class MergeKernels:
@@ -30,7 +36,7 @@ class MergeKernels:
 
     def __init__(self, shape: AttentionShape, shared_per_block: int) -> None:
         self.shape = shape
-        parameters = f"{shape.head_dim}, {str(shape.output_gate).lower()}"
+        parameters = f"{shape.head_dim}, coldstream::OutputGate::{shape.output_gate}"
         self._most_batches = min(MOST_BATCHES, (shared_per_block - STATIC_BYTES) // BATCH_BYTES)
         self._fewest_batches = min(FEWEST_BATCHES, self._most_batches)
         self._finishing = f"coldstream::attention_finish<{parameters}>"
@@ -45,7 +51,7 @@ class MergeKernels:
 
     def merge(
         self,
-        query_gate: DeviceArray,
+        gates: DeviceArray | None,
         heads: AttentionHeads,
         rows: Rows,
         workspace: DecodeWorkspace,
@@ -55,25 +61,27 @@ class MergeKernels:
     ) -> None:
         """Attention of every row, as float32, int8 or both, from what `IntegerKernels.attend` left.
 
-        query_gate as in `AttentionInputs`, its row stride a multiple of 4. Writes out float32 [T, H · D] and
-        quantised (K = H · D, padded to whole groups), contiguous.
+        gates: see `gates_of`; unless a head has only one, their row stride is a multiple of 4. Writes out
+        float32 [T, H · D] and quantised (K = H · D, padded to whole groups), contiguous.
         """
         shape, num_rows, max_chunks = self.shape, len(rows.positions), workspace.values.shape[2]
-        if query_gate.stride(0) % GATE_ALIGNMENT:
+        gate_stride = 0 if gates is None else gates.stride(0)
+        if shape.output_gate != "head" and gate_stride % GATE_ALIGNMENT:
             raise ValueError(
-                f"{query_gate.stride(0)} elements between rows of gates, not a multiple of {GATE_ALIGNMENT}"
+                f"{gate_stride} elements between rows of gates, not a multiple of {GATE_ALIGNMENT}"
             )
         arguments = MergeArguments(
             values=workspace.values.data_ptr(),
-            query_gate=query_gate.data_ptr(),
             stats=workspace.stats.data_ptr(),
             positions=rows.positions.data_ptr(),
             num_rows=num_rows,
-            query_gate_stride=query_gate.stride(0),
+            gate_stride=gate_stride,
             num_heads=shape.num_heads,
             max_chunks=max_chunks,
             window=heads.window or 0,
         )
+        if gates is not None:
+            arguments.gates = gates.data_ptr()
         if out is not None:
             arguments.out = out.data_ptr()
         if quantised is not None:

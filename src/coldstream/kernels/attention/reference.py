@@ -1,8 +1,7 @@
 """Causal attention with grouped key/value heads over a cache.
 
 Per head: queries and keys are RMS-normed, then rotated; scores are scaled by 1/sqrt(D); query head h reads
-key/value head h div (H/G); the result is multiplied by the sigmoid of the gate that came with the query, if
-one did.
+key/value head h div (H/G); the result is multiplied by a function of its gate, if there is one.
 The cache holds keys after norm and rotation, and values as they are, in one of `cache_types.CACHE_TYPES`.
 Everything else is of floats here, over caches of the integer types too.
 """
@@ -24,7 +23,7 @@ def attention(inputs: AttentionInputs, heads: AttentionHeads, caches: Caches, ro
     num_kv_heads = caches.k.shape[-2]
     head_dim = inputs.key.shape[-1] // num_kv_heads
     encode, decode = _codec(caches.k, head_dim)
-    query, gate = split_gate(inputs.query_gate, head_dim, heads)
+    query, gate = split_gate(inputs, head_dim, heads)
     query = rotate(rms_norm(query, heads.q_norm, heads.eps), inputs.angles)
     key = grouped(inputs.key, num_kv_heads, head_dim)
     key = rotate(rms_norm(key, heads.k_norm, heads.eps), inputs.angles)
@@ -42,17 +41,20 @@ def attention(inputs: AttentionInputs, heads: AttentionHeads, caches: Caches, ro
             keys, values = (decode(cache[where]) for cache in (caches.k, caches.v))
             outputs.append(attend(query[each], keys, values, rows.positions[each], heads.window))
     output = torch.cat(outputs)
-    return finish(output, gate, heads, torch.sigmoid)
+    return finish(output, gate, heads, torch.sigmoid, torch.nn.functional.softplus)
 
 
 def split_gate(
-    query_gate: torch.Tensor, head_dim: int, heads: AttentionHeads
+    inputs: AttentionInputs, head_dim: int, heads: AttentionHeads
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries [T, H, D] and the gate behind each head's query [T, H, D], which is empty without one."""
-    if not heads.output_gate:
-        return grouped(query_gate, -1, head_dim), query_gate[:, :0]
-    query, gate = grouped(query_gate, -1, 2, head_dim).unbind(-2)
-    return query, gate
+    """Queries [T, H, D] and their gates: [T, H, D], one for a head [T, H, 1], or none [T, H, 0]."""
+    if heads.output_gate == "query":
+        query, gate = grouped(inputs.query_gate, -1, 2, head_dim).unbind(-2)
+        return query, gate
+    query = grouped(inputs.query_gate, -1, head_dim)
+    if heads.output_gate == "none":
+        return query, query[..., :0]
+    return query, grouped(inputs.gate, query.shape[1], 1 if heads.output_gate == "head" else head_dim)
 
 
 def finish(
@@ -60,9 +62,12 @@ def finish(
     gate: torch.Tensor,
     heads: AttentionHeads,
     sigmoid: Callable[[torch.Tensor], torch.Tensor],
+    softplus: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """What is done with the results of all heads [T, H, D], with the gate of `split_gate`: [T, H·D]."""
-    return (output * sigmoid(gate) if heads.output_gate else output).flatten(-2)
+    if heads.output_gate != "none":
+        output = output * (sigmoid if heads.output_gate == "query" else softplus)(gate)
+    return output.flatten(-2)
 
 
 def attend(

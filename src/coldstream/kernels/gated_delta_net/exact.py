@@ -9,6 +9,7 @@ from coldstream.kernels.arithmetic.reference import (
     inverse_sqrt,
     sigmoid,
     silu,
+    softplus,
     sum_of_squares,
 )
 from coldstream.kernels.dequantize.integer_blocks import grouped
@@ -16,7 +17,6 @@ from coldstream.kernels.ops import DeltaNetInputs, DeltaNetWeights
 from coldstream.kernels.rms_norm.reference import rms_norm_exact
 from coldstream.kernels.sequences import sequences
 
-LOG1P_COEFFICIENTS = (1 / 15, 1 / 13, 1 / 11, 1 / 9, 1 / 7, 1 / 5, 1 / 3, 1.0)
 NUM_CHAINS = 4
 
 
@@ -42,21 +42,6 @@ def gated_delta_net_exact(
     output = rms_norm_exact(torch.cat(outputs), weights.norm, weights.eps)
     gate = sigmoid if weights.output_gate == "sigmoid" else silu
     return output.flatten(-2) * gate(inputs.z)
-
-
-def softplus(x: torch.Tensor) -> torch.Tensor:
-    """log(1 + e^x), as max(x, 0) + log1p(e^−|x|)."""
-    return torch.where(x > 0, x, 0.0) + log1p(exp(-x.abs()))
-
-
-def log1p(t: torch.Tensor) -> torch.Tensor:
-    """log(1 + t) for 0 ≤ t ≤ 1 by the series of 2 · artanh(t / (2 + t))."""
-    s = t / (2 + t)
-    z = s * s
-    series = constant(LOG1P_COEFFICIENTS[0]).expand_as(z)
-    for coefficient in LOG1P_COEFFICIENTS[1:]:
-        series = fma(series, z, constant(coefficient))
-    return (2 * s) * series
 
 
 def convolve(history: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ def _dense_layers(keys: Hyperparameters) -> tuple[LayerSpec, ...]:
 
 
 def _mixers(keys: Hyperparameters) -> tuple[tuple[AttentionSpec, ...], DeltaNetSpec]:
-    attentions = read_attention(keys, output_gate=True, qk_norm="head")
+    attentions = read_attention(keys, output_gate="query", qk_norm="head")
     for rope_dims in {attention.rope.num_dims for attention in attentions}:
         check_sections(keys.keys, keys.architecture, rope_dims)
     return attentions, read_delta_net(keys, value_heads_grouped=_value_heads_grouped(keys))

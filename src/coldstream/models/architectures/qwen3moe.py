@@ -16,7 +16,7 @@ from coldstream.models.spec.layer_tensors import Requirement, attention_tensors,
 
 def _layers(keys: Hyperparameters) -> tuple[LayerSpec, ...]:
     moe = read_moe(keys, shared="none")
-    attentions = read_attention(keys, output_gate=False, qk_norm="head", rotates_whole_heads=True)
+    attentions = read_attention(keys, output_gate="none", qk_norm="head", rotates_whole_heads=True)
     return tuple(LayerSpec(attention, moe) for attention in attentions)
 
 

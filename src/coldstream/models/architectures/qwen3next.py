@@ -23,7 +23,7 @@ from coldstream.models.spec.layer_tensors import Requirement, each, hybrid_block
 
 
 def _layers(keys: Hyperparameters) -> tuple[LayerSpec, ...]:
-    attentions = read_attention(keys, output_gate=True, qk_norm="head")
+    attentions = read_attention(keys, output_gate="query", qk_norm="head")
     delta_net = read_delta_net(keys, value_heads_grouped=True)
     return hybrid_layers(keys, attentions, delta_net, read_moe(keys, shared="gated"))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from coldstream.errors import UnsupportedError
-from coldstream.kernels.ops import GATINGS, PLAIN_RULE, RopeSpec, RouterSpec
+from coldstream.kernels.ops import GATINGS, PLAIN_RULE, OutputGate, RopeSpec, RouterSpec
 from coldstream.models.spec.hyperparameters import MAX_BLOCKS, MAX_HEADS, Hyperparameters
 from coldstream.models.spec.layer_specs import (
     AttentionSpec,
@@ -50,7 +50,7 @@ _STATED: Final = WindowPattern(period=0, is_full_first=False, is_scaled=True)
 def read_attention(
     keys: Hyperparameters,
     *,
-    output_gate: bool,
+    output_gate: OutputGate,
     qk_norm: QkNorm,
     rotates_whole_heads: bool = False,
     windows: WindowPattern = _STATED,

@@ -7,7 +7,7 @@ once, when a model is opened, so that running a layer needs no further check.
 from dataclasses import dataclass
 from typing import Literal
 
-from coldstream.kernels.ops import PLAIN_RULE, DeltaNetGate, RopeSpec, RouterSpec
+from coldstream.kernels.ops import PLAIN_RULE, DeltaNetGate, OutputGate, RopeSpec, RouterSpec
 
 LayerKind = Literal["attention", "delta_net"]
 QkNorm = Literal["none", "head", "projection"]
@@ -23,7 +23,7 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     rope: RopeSpec
-    output_gate: bool = False  # the query projection holds per head its query, then a gate of the output
+    output_gate: OutputGate = "none"
     qk_norm: QkNorm = "none"  # RMS norm of queries and keys: of each head, or of the whole projection
     bias: bool = False  # of the four projections
     scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
@@ -33,8 +33,18 @@ class AttentionSpec:
 
     @property
     def query_dim(self) -> int:
-        """Width of all query heads together; with a gate the query projection has twice as many rows."""
+        """Width of all query heads together."""
         return self.num_heads * self.head_dim
+
+    @property
+    def query_rows(self) -> int:
+        """Of the query projection, which holds per head its query, then a gate of kind "query"."""
+        return (2 if self.output_gate == "query" else 1) * self.query_dim
+
+    @property
+    def gate_rows(self) -> int:
+        """Of a projection of its own for gates; 0 without one."""
+        return {"head": self.num_heads, "element": self.query_dim}.get(self.output_gate, 0)
 
     @property
     def kv_dim(self) -> int:

@@ -105,9 +105,17 @@ class AttentionOp : public Op {
     auto* base = reinterpret_cast<float*>(query(w, rows, a_.num_kv_heads, 0));
     return base + ((chunk * a_.num_kv_heads + kv_head) * rows + row) * group_ * row_floats_;
   }
-  // Null without a gate.
-  const float* gate(int64_t row, int64_t head) const {
-    return a_.has_gate ? a_.query_gate.row(row) + (2 * head + 1) * a_.head_size : nullptr;
+  HeadGate gate(int64_t row, int64_t head) const {
+    switch (a_.output_gate) {
+      case OutputGate::query:
+        return {a_.output_gate, a_.query_gate.row(row) + (2 * head + 1) * a_.head_size};
+      case OutputGate::head:
+        return {a_.output_gate, a_.gate.row(row) + head};
+      case OutputGate::element:
+        return {a_.output_gate, a_.gate.row(row) + head * a_.head_size};
+      default:
+        return {OutputGate::none, nullptr};
+    }
   }
 
   // Index in its sequence of the row's key and value.

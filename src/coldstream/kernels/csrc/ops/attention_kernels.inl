@@ -222,11 +222,19 @@ static void attend_merge(float* total, const float* row, int64_t head_size) {
   }
 }
 
-static void attend_finish(const float* row, const float* gate, float* out, int64_t head_size) {
+// What value i of a head and those behind it, of which `left` exist, are multiplied by.
+static inline Vec16 opened16(HeadGate gate, int64_t i, int64_t left) {
+  if (gate.kind == OutputGate::query) return sigmoid16(load16(gate.values + i, left));
+  if (gate.kind == OutputGate::element) return softplus16(load16(gate.values + i, left));
+  return softplus16(splat16(gate.values[0]));
+}
+
+static void attend_finish(const float* row, HeadGate gate, float* out, int64_t head_size) {
   const Vec16 inverse = splat16(1.0f / row[head_floats(head_size) + 1]);
   for (int64_t i = 0; i < head_size; i += 16) {
     const int64_t left = head_size - i;
     const Vec16 value = mul16(load16(row + i), inverse);
-    store16(out + i, gate == nullptr ? value : mul16(value, sigmoid16(load16(gate + i, left))), left);
+    const bool is_open = gate.kind == OutputGate::none;
+    store16(out + i, is_open ? value : mul16(value, opened16(gate, i, left)), left);
   }
 }

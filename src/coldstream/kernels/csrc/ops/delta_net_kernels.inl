@@ -12,21 +12,6 @@ static void convolve(const float* const* inputs, const float* taps, int64_t tap_
   }
 }
 
-static inline Vec16 softplus16(Vec16 x) {
-  const Vec16 t = exp16(min16(x, sub16(zero16(), x)));
-  const Vec16 s = div16(t, add16(splat16(2.0f), t));
-  const Vec16 z = mul16(s, s);
-  Vec16 y = splat16(1.0f / 15.0f);
-  y = fma16(y, z, splat16(1.0f / 13.0f));
-  y = fma16(y, z, splat16(1.0f / 11.0f));
-  y = fma16(y, z, splat16(1.0f / 9.0f));
-  y = fma16(y, z, splat16(1.0f / 7.0f));
-  y = fma16(y, z, splat16(1.0f / 5.0f));
-  y = fma16(y, z, splat16(1.0f / 3.0f));
-  y = fma16(y, z, splat16(1.0f));
-  return add16(max16(x, zero16()), mul16(add16(s, s), y));
-}
-
 static void delta_gates(const float* alpha, const float* raw_beta, const float* a, const float* dt_bias,
                         float* decay, float* beta, int64_t n) {
   for (int64_t i = 0; i < n; i += 16) {

@@ -65,14 +65,21 @@ static inline int64_t cache_row_elements(CacheType type, int64_t head_size) {
 // Operands, a scale, a tier's further values, and padding.
 static inline int64_t integer_query_ints(int64_t head_size) { return head_size + 16; }
 
+// `OutputGate` of kernels/ops.py, and the gates of one head: a number for each of its values, or one for all.
+enum class OutputGate : int { none, query, head, element };
+struct HeadGate {
+  OutputGate kind;
+  const float* values;  // null for OutputGate::none
+};
+
 // What depends on the type of the caches. `head` is one head's float32 numbers, which may be changed.
 struct CacheKernels {
   void (*prepare_query)(float* head, int32_t* query, int64_t head_size);
   void (*store)(float* head, void* row, int64_t head_size);
   void (*attend)(const AttentionChunk& chunk);
-  // out = accumulators / sum · sigmoid(gate), rotated back in between if the type is rotated; without the
-  // last factor if gate is null
-  void (*finish)(const float* row, const float* gate, float* out, int64_t head_size);
+  // out = accumulators / sum · sigmoid or softplus of the gate, rotated back in between if the type is
+  // rotated; without the last factor if there is no gate
+  void (*finish)(const float* row, HeadGate gate, float* out, int64_t head_size);
 };
 
 static inline int64_t attention_memory_floats(CacheType type, int64_t num_rows, int64_t head_size) {

@@ -107,7 +107,8 @@ struct AttentionArguments {
   int64_t capacity;  // rows
   int64_t num_heads, num_kv_heads, head_size, num_rope_pairs;
   InputRows query_gate;  // [T, heads · query_floats()]
-  bool has_gate;
+  OutputGate output_gate;
+  InputRows gate;        // [T, heads] of kind head, [T, heads · head_size] of kind element
   InputRows key, value;  // [T, kv heads · head_size]
   const float *q_norm, *k_norm;
   float eps;
@@ -121,8 +122,8 @@ struct AttentionArguments {
   RowLayout layout;
   OutputRows out;  // [T, heads · head_size]
 
-  // Per head: its query, then its gate if there is one.
-  int64_t query_floats() const { return (has_gate ? 2 : 1) * head_size; }
+  // Per head: its query, then a gate of kind query.
+  int64_t query_floats() const { return (output_gate == OutputGate::query ? 2 : 1) * head_size; }
 };
 std::unique_ptr<Op> make_attention(const FloatKernels& kernels, const AttentionArguments& arguments);
 

@@ -303,12 +303,12 @@ static void attend_integers(const AttentionChunk& chunk) {
   });
 }
 
-static void attend_finish_rotated(const float* row, const float* gate, float* out, int64_t head_size) {
+static void attend_finish_rotated(const float* row, HeadGate gate, float* out, int64_t head_size) {
   const Vec16 inverse = splat16(1.0f / row[head_size + 1]), factor = splat16(head_factor(head_size));
   for (int64_t i = 0; i < head_size; i += 16) store16(out + i, mul16(load16(row + i), inverse));
   rotate_head(out, head_size);
   for (int64_t i = 0; i < head_size; i += 16) {
     const Vec16 value = mul16(load16(out + i), factor);
-    store16(out + i, gate == nullptr ? value : mul16(value, sigmoid16(load16(gate + i))));
+    store16(out + i, gate.kind == OutputGate::none ? value : mul16(value, opened16(gate, i, 16)));
   }
 }

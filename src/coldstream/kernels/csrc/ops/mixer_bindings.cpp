@@ -1,8 +1,10 @@
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
 #include <algorithm>
 #include <optional>
+#include <string>
 #include <tuple>
 
 #include "ops/binding_checks.h"
@@ -81,10 +83,27 @@ KeptInputs kept_of(const OptionalKept& kept, int64_t channels, int64_t heads) {
   return {qkv.data(), alpha.data(), beta.data(), num_rows};
 }
 
+OutputGate output_gate_of(const nb::object& attention_heads) {
+  const auto name = field<std::string>(attention_heads, "output_gate");
+  if (name == "none") return OutputGate::none;
+  if (name == "query") return OutputGate::query;
+  if (name == "head") return OutputGate::head;
+  if (name == "element") return OutputGate::element;
+  refuse("output_gate " + name + " is none of: none, query, head, element");
+}
+
+// The rows of `gate`, which comes with kinds that have a projection of their own, and with no others.
+InputRows gate_of(const std::optional<Array2d>& gate, OutputGate kind, int64_t rows, int64_t heads,
+                  int64_t size) {
+  const bool is_own = kind == OutputGate::head || kind == OutputGate::element;
+  if (gate.has_value() != is_own) refuse(is_own ? "gate is missing" : "gate belongs to another output_gate");
+  return is_own ? input(*gate, "gate", rows, kind == OutputGate::head ? heads : heads * size) : InputRows{};
+}
+
 void attention(Runtime& rt, const Array2d& query_gate, const Array2d& key, const Array2d& value,
                const Array3d& angles, const nb::object& attention_heads, const Cache4d& k_cache,
                const Cache4d& v_cache, const Ids1d& positions, const Ids1d& state_ids, const Array2d& out,
-               const BatchRows* batch) {
+               const BatchRows* batch, const std::optional<Array2d>& gate) {
   const auto q_norm = field<Array1d>(attention_heads, "q_norm");
   const auto k_norm = field<Array1d>(attention_heads, "k_norm");
   const auto window = field<std::optional<int64_t>>(attention_heads, "window");
@@ -103,15 +122,17 @@ void attention(Runtime& rt, const Array2d& query_gate, const Array2d& key, const
   if (window && *window < 1) refuse("a window of " + std::to_string(*window) + " positions holds nothing");
   if (2 * num_pairs > size) refuse("angles rotate more dimensions than a head has");
   check_contiguous(angles, "angles", {rows, num_pairs, 2});
-  const bool has_gate = size_of(query_gate, 1) != heads * size;
+  const OutputGate output_gate = output_gate_of(attention_heads);
   const AttentionArguments arguments = {
       .capacity = rows,
       .num_heads = heads,
       .num_kv_heads = kv_heads,
       .head_size = size,
       .num_rope_pairs = num_pairs,
-      .query_gate = input(query_gate, "query_gate", rows, (has_gate ? 2 : 1) * heads * size),
-      .has_gate = has_gate,
+      .query_gate =
+          input(query_gate, "query_gate", rows, (output_gate == OutputGate::query ? 2 : 1) * heads * size),
+      .output_gate = output_gate,
+      .gate = gate_of(gate, output_gate, rows, heads, size),
       .key = input(key, "key", rows, kv_heads * size),
       .value = input(value, "value", rows, kv_heads * size),
       .q_norm = vector(q_norm, "q_norm", size),
@@ -128,7 +149,7 @@ void attention(Runtime& rt, const Array2d& query_gate, const Array2d& key, const
       .out = output(out, "out", rows, heads * size),
   };
   submit_with(rt, make_attention(kernels_of(rt), arguments), rows, query_gate, key, value, q_norm, k_norm,
-              angles, k_cache, v_cache, positions, state_ids, out);
+              angles, k_cache, v_cache, positions, state_ids, out, gate ? *gate : query_gate);
 }
 
 // [channels, taps] as one contiguous row per tap.
@@ -285,7 +306,8 @@ void bind_mixers(nb::module_& m) {
       nb::arg("value").noconvert(), nb::arg("angles").noconvert(), "heads"_a, nb::arg("k_cache").noconvert(),
       nb::arg("v_cache").noconvert(), nb::arg("positions").noconvert(), nb::arg("state_ids").noconvert(),
       nb::arg("out").noconvert(), nb::arg("batch").none() = nb::none(),
-      "`Ops.attention`: query_gate [T, H·2·D], or [T, H·D] without a gate, key and value [T, G·D], "
+      nb::arg("gate").noconvert().none() = nb::none(),
+      "`Ops.attention`: query_gate, key, value, angles and gate as `AttentionInputs`, "
       "angles [T, pairs, 2], out [T, H·D], float32; heads as `AttentionHeads`; caches [sequences, positions, G, row] contiguous, written, rows of D float16 or "
       "float32, or of a head's int8 as `CacheLayout` has them; "
       "positions and "
