@@ -73,6 +73,11 @@ class Dims:
     experts_used: int = 2
     expert_ffn: int = 256
     shared_ffn: int = 256
+    streams: int = 4  # of qwen4exp, as all below
+    stream_rank: int = 96
+    indexer_heads: int = 2
+    indexer_dim: int = 32
+    top_k: int = 2048
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ SMALL_EXPERTS = Dims(layers=2, interval=2, hidden=128, expert_ffn=64, shared_ffn
 # A model of some 100 KB (without tokenizer) for tests of the format alone: F32, or types with blocks of 32.
 SMALL = Dims(
     hidden=32, vocab=16, heads=4, kv_heads=2, head_dim=8, rope_dims=4, key_heads=2, value_heads=4, state=8,
-    ffn=64, experts=4, experts_used=2, expert_ffn=32, shared_ffn=64,
+    ffn=64, experts=4, experts_used=2, expert_ffn=32, shared_ffn=64, stream_rank=16, indexer_dim=8,
 )  # fmt: skip
 
 
@@ -150,7 +155,7 @@ def make_model(
     dense_layers: Collection[int] = (),
     plain_shared: bool = False,
 ) -> TinyModel:
-    """A model of `arch` ("qwen35", "qwen35moe", "qwen3next" or "qwen3moe").
+    """A model of `arch` ("qwen35", "qwen35moe", "qwen3next", "qwen3moe" or "qwen4exp").
 
     quant            type of all matrices but the router, the convolution and the shared expert's gate (F32)
     types            overrides by pattern of tensor name, {"*_exps.weight": "Q4_K"}; the last match counts
@@ -179,7 +184,11 @@ def make_model(
     for block in range(dims.layers + nextn):
         is_trunk = block < dims.layers
         recurrent = is_hybrid and is_trunk and (block + 1) % dims.interval != 0
-        parts = _norm(rng, dims.hidden, "attn_norm", "post_attention_norm" if is_hybrid else "ffn_norm")
+        if arch == "qwen4exp":
+            parts = _streams(rng, dims, "hc_attn") | _streams(rng, dims, "hc_ffn")
+            parts |= {} if recurrent else _indexer(rng, dims)
+        else:
+            parts = _norm(rng, dims.hidden, "attn_norm", "post_attention_norm" if is_hybrid else "ffn_norm")
         own = replace(dims, heads=head_counts[block])
         parts |= _delta_net(rng, dims) if recurrent else _attention(rng, own, fused_attention, is_hybrid)
         if recurrent and arch == "qwen3next":
@@ -190,9 +199,12 @@ def make_model(
             parts |= _experts(rng, dims, fused_experts, is_hybrid or plain_shared)
             if plain_shared:
                 del parts["ffn_gate_inp_shexp.weight"]
-        parts |= {} if is_trunk else _nextn(rng, dims)
+        parts |= {} if is_trunk else _nextn(rng, dims, arch)
         tensors |= {f"blk.{block}.{name}": values for name, values in parts.items()}
-    tensors |= _norm(rng, dims.hidden, "output_norm")
+    if arch == "qwen4exp":
+        tensors |= _mixture(rng, dims, "output_hc")
+    else:
+        tensors |= _norm(rng, dims.hidden, "output_norm")
     if not tied:
         tensors["output.weight"] = 4 * _matrix(rng, dims.vocab, dims.hidden)
     tensors = {name: np.ascontiguousarray(values, np.float32) for name, values in tensors.items()}
@@ -270,8 +282,18 @@ def _hyperparameters(arch: str, dims: Dims, nextn: bool) -> dict[str, Any]:
     }
     if nextn:
         values["nextn_predict_layers"] = 1
-    if arch != "qwen35" and arch != "qwen35moe":
+    if arch in ("qwen3next", "qwen3moe"):
         del values["rope.dimension_sections"]
+    if arch == "qwen4exp":
+        kinds = [(layer + 1) % dims.interval != 0 for layer in range(dims.layers)] + [True] * nextn
+        values |= {
+            "hyper_connection.count": dims.streams,
+            "hyper_connection.low_rank": dims.stream_rank,
+            "attention.indexer.head_count": dims.indexer_heads,
+            "attention.indexer.key_length": dims.indexer_dim,
+            "attention.indexer.top_k": dims.top_k,
+            "attention.compress_ratios": [0 if recurrent else 4 for recurrent in kinds],
+        }
     if arch != "qwen35":
         values |= {
             "expert_count": dims.experts,
@@ -323,6 +345,28 @@ def _attention(rng: np.random.Generator, dims: Dims, fused: bool, gated: bool) -
         **({"attn_qkv.weight": np.concatenate(qkv)} if fused else split),
         "attn_output.weight": _matrix(rng, dims.hidden, width),
         **_norm(rng, dims.head_dim, "attn_q_norm", "attn_k_norm"),
+    }
+
+
+def _mixture(rng: np.random.Generator, dims: Dims, part: str) -> dict[str, np.ndarray]:
+    width = dims.streams * dims.hidden
+    return {
+        **_norm(rng, width, f"{part}_norm"),
+        f"{part}_down.weight": 3 * _matrix(rng, dims.stream_rank, width),
+        f"{part}_up.weight": 3 * _matrix(rng, width, dims.stream_rank),
+    }
+
+
+def _streams(rng: np.random.Generator, dims: Dims, part: str) -> dict[str, np.ndarray]:
+    inject = 4 * _matrix(rng, dims.streams, dims.streams * dims.hidden)
+    return _mixture(rng, dims, part) | {f"{part}_inject.weight": inject}
+
+
+def _indexer(rng: np.random.Generator, dims: Dims) -> dict[str, np.ndarray]:
+    return {
+        "indexer.q_proj.weight": _matrix(rng, dims.indexer_heads * dims.indexer_dim, dims.hidden),
+        "indexer.k_proj.weight": _matrix(rng, dims.indexer_dim, dims.hidden),
+        **_norm(rng, dims.indexer_dim, "indexer.q_norm", "indexer.k_norm"),
     }
 
 
@@ -386,11 +430,16 @@ def _experts(rng: np.random.Generator, dims: Dims, fused: bool, shared: bool) ->
     }
 
 
-def _nextn(rng: np.random.Generator, dims: Dims) -> dict[str, np.ndarray]:
-    return {
+def _nextn(rng: np.random.Generator, dims: Dims, arch: str) -> dict[str, np.ndarray]:
+    tensors = {
         "nextn.eh_proj.weight": _matrix(rng, dims.hidden, 2 * dims.hidden),
-        **_norm(rng, dims.hidden, "nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm"),
+        **_norm(rng, dims.hidden, "nextn.enorm"),
     }
+    if arch != "qwen4exp":
+        return tensors | _norm(rng, dims.hidden, "nextn.hnorm", "nextn.shared_head_norm")
+    return (
+        tensors | _norm(rng, dims.streams * dims.hidden, "nextn.hnorm") | _mixture(rng, dims, "nextn.hc_head")
+    )
 
 
 def _add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

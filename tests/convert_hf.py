@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "qwen3_5_moe_text": "qwen35moe",
     "qwen3_moe": "qwen3moe",
     "qwen3_next": "qwen3next",
+    "qwen4_exp_text": "qwen4exp",
 }
 Tensors = Iterator[tuple[str, np.ndarray]]
 
@@ -47,6 +48,17 @@ COMMON_NAMES = {
     "linear_attn.conv1d.weight": "ssm_conv1d.weight",
     "linear_attn.norm.weight": "ssm_norm.weight",
     "linear_attn.out_proj.weight": "ssm_out.weight",
+    "attn_hyper_connection.hc_norm.weight": "hc_attn_norm.weight",
+    "attn_hyper_connection.input_mix_weight_down.weight": "hc_attn_down.weight",
+    "attn_hyper_connection.input_mix_weight_up.weight": "hc_attn_up.weight",
+    "attn_hyper_connection.block_inject_weight.weight": "hc_attn_inject.weight",
+    "mlp_hyper_connection.hc_norm.weight": "hc_ffn_norm.weight",
+    "mlp_hyper_connection.input_mix_weight_down.weight": "hc_ffn_down.weight",
+    "mlp_hyper_connection.input_mix_weight_up.weight": "hc_ffn_up.weight",
+    "mlp_hyper_connection.block_inject_weight.weight": "hc_ffn_inject.weight",
+    "self_attn.indexer.index_qk_proj.weight": "indexer.qk_proj.weight",
+    "self_attn.indexer.q_layernorm.weight": "indexer.q_norm.weight",
+    "self_attn.indexer.k_layernorm.weight": "indexer.k_norm.weight",
     "mlp.gate_proj.weight": "ffn_gate.weight",
     "mlp.up_proj.weight": "ffn_up.weight",
     "mlp.down_proj.weight": "ffn_down.weight",
@@ -62,6 +74,9 @@ GLOBAL_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
+    "model.hyper_connection_mixer.hc_norm.weight": "output_hc_norm.weight",
+    "model.hyper_connection_mixer.input_mix_weight_down.weight": "output_hc_down.weight",
+    "model.hyper_connection_mixer.input_mix_weight_up.weight": "output_hc_up.weight",
 }
 # Kept in float32 by every converter unless a variant asks for something else.
 SMALL_WEIGHTS = ("norm.weight", "ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
@@ -82,6 +97,7 @@ class Variant:
     shared_gate_as_matrix: bool = False
     ollama: bool = False
     mtp_block: bool = False
+    block_sizes: bool = True  # False: as a converter that takes no layer for one with an indexer
 
 
 def convert(model: PreTrainedModel, path: Path, variant: Variant | None = None) -> Path:
@@ -124,6 +140,11 @@ def add_hyperparameters(writer: GGUFWriter, config, variant: Variant) -> None:
         integers["feed_forward_length"] = config.intermediate_size
     if variant.mtp_block:
         integers["nextn_predict_layers"] = 1
+    if prefix == "qwen4exp":
+        integers |= stream_hyperparameters(config)
+        ratio = config.indexer_compress_ratio if variant.block_sizes else 0
+        sizes = [ratio if kind == "indexed_attention" else 0 for kind in config.layer_types]
+        writer.add_array(f"{prefix}.attention.compress_ratios", sizes + [0] * variant.mtp_block)
     for key, value in integers.items():
         writer.add_uint32(f"{prefix}.{key}", value)
     writer.add_float32(f"{prefix}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
@@ -143,6 +164,16 @@ def add_hyperparameters(writer: GGUFWriter, config, variant: Variant) -> None:
         writer.add_bool(f"{prefix}.rope.mrope_interleaved", True)
     else:
         writer.add_uint32(f"{prefix}.attention.head_count_kv", config.num_key_value_heads)
+
+
+def stream_hyperparameters(config) -> dict[str, int]:
+    return {
+        "hyper_connection.count": config.hc_count,
+        "hyper_connection.low_rank": config.hc_lowrank,
+        "attention.indexer.head_count": config.indexer_n_heads,
+        "attention.indexer.key_length": config.indexer_head_dim,
+        "attention.indexer.top_k": config.indexer_budget,
+    }
 
 
 def delta_net_hyperparameters(config) -> dict[str, int]:
@@ -213,6 +244,10 @@ def block_tensors(model: PreTrainedModel, source: int, block: int, variant: Vari
         tensors["ffn_gate_inp_shexp.weight"] = tensors["ffn_gate_inp_shexp.weight"].reshape(-1)
     if "ssm_in.weight" in tensors and not variant.ssm_in:
         tensors |= apart(tensors.pop("ssm_in.weight"), model.config)
+    if "indexer.qk_proj.weight" in tensors:
+        rows = model.config.indexer_n_heads * model.config.indexer_head_dim
+        query, key = np.split(tensors.pop("indexer.qk_proj.weight"), [rows])
+        tensors |= {"indexer.q_proj.weight": query, "indexer.k_proj.weight": key}
     if "ssm_dt.bias" in tensors and variant.ollama:
         tensors["ssm_dt"] = tensors.pop("ssm_dt.bias")
     for name, values in tensors.items():

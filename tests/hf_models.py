@@ -9,6 +9,7 @@ from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_next import Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers.models.qwen4_exp import Qwen4ExpForCausalLM, Qwen4ExpTextConfig
 
 VOCAB_SIZE = 320
 
@@ -100,6 +101,50 @@ def tiny_qwen3moe(scaling: Mapping[str, Any] | None = None) -> PreTrainedModel:
     )
     model = Qwen3MoeForCausalLM(config)
     randomize(model, norm_center=1.0)
+    return model.eval()
+
+
+def tiny_qwen4exp(**changes: Any) -> PreTrainedModel:
+    """Four layers, the last with an indexer that keeps 128 positions, in blocks of 4. No n-grams."""
+    torch.manual_seed(0)
+    config = Qwen4ExpTextConfig(
+        **{
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 256,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e7,
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [3, 3, 2],
+                "mrope_interleaved": True,
+            },
+            "moe_intermediate_size": 160,
+            "shared_expert_intermediate_size": 160,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "hc_count": 4,
+            "hc_lowrank": 96,
+            "indexer_n_heads": 4,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 32,
+            "indexer_budget": 128,
+            "indexer_compress_ratio": 4,
+            "output_gate_type": "sigmoid",
+            **changes,
+        }
+    )
+    model = Qwen4ExpForCausalLM(config)
+    randomize(model)
+    with torch.no_grad():
+        model.lm_head.weight *= 2  # a mean of four streams is smaller than what a norm gives
     return model.eval()
 
 

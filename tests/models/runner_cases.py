@@ -76,11 +76,27 @@ VARIANTS = {
         "qwen3moe",
         {"fused_experts": True, "fused_attention": True, "tied": True, "quant": "Q4_K"},
     ),
+    "qwen4exp": ("qwen4exp", {"types": MIX}),
+    "qwen4exp-nextn-fused": (
+        "qwen4exp",
+        {
+            "nextn": True,
+            "fused_experts": True,
+            "quant": "Q4_K",
+            "types": {"*_up.weight": "BF16", "*_inject.weight": "Q8_0"},
+        },
+    ),
 }
 # A model of each architecture with experts.
-FAMILIES = ("moe", "qwen3moe", "qwen3next")
+FAMILIES = ("moe", "qwen3moe", "qwen3next", "qwen4exp")
 # Architectures whose layers differ, each with the types of cache that tests over several take it with.
-MIXED_LAYERS = [("qwen35moe", "i16"), ("qwen35moe", "i8"), ("qwen3next", "i4"), ("qwen3moe", "i3")]
+MIXED_LAYERS = [
+    ("qwen35moe", "i16"),
+    ("qwen35moe", "i8"),
+    ("qwen3next", "i4"),
+    ("qwen3moe", "i3"),
+    ("qwen4exp", "i16"),
+]
 # On the host these take as many minutes again.
 MIXED_LAYERS_OF_A_GPU = [*MIXED_LAYERS, ("qwen3next", "i16"), ("qwen3moe", "i16")]
 

@@ -242,7 +242,7 @@ def _with_drafts(config: EngineConfig, plain: EngineConfig, spec: ModelSpec) -> 
 
     The size is fixed: drafts that do not pay would otherwise not be made, and nothing be checked.
     """
-    kind = "dflash" if config.model_draft is not None else "mtp" if spec.num_nextn_layers else "ngram"
+    kind = "dflash" if config.model_draft is not None else "mtp" if spec.drafts_by_mtp else "ngram"
     return replace(plain, spec_type=kind, model_draft=config.model_draft, tree_budget=DRAFT_TOKENS)
 
 

@@ -1,8 +1,9 @@
 """The forward pass of every model, driven by the specs of its layers.
 
 A block is x + mixer(norm(x)), then + FFN(norm). The mixer is full attention or a gated DeltaNet. The FFN is a
-mixture of experts, or dense. The forward pass is written once over `Ops`: it calls nothing else and does no
-arithmetic of its own. So an implementation of `Ops` may record it and replay it.
+mixture of experts, or dense. Some families have several residual streams, and mixtures of them in place of
+norms. The forward pass is written once over `Ops`: it calls nothing else and does no arithmetic of its own.
+So an implementation of `Ops` may record it and replay it.
 
 MTP blocks, which predict further tokens, lie behind the trunk in the file and are not loaded here.
 """
@@ -34,6 +35,7 @@ from coldstream.layers.gated_delta_net import (
     project_gated_delta_net,
 )
 from coldstream.layers.moe import MoeWeights, moe
+from coldstream.layers.residual import Norm, enter, update, values_of
 from coldstream.models.loader import Block, Loader
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.models.spec.sanity import check_small_tensors
@@ -54,7 +56,7 @@ class CausalLM:
     ops: Ops
     token_embd: Weight  # [vocab, E]
     blocks: tuple[Block, ...]
-    output_norm: Array  # [E]
+    output_norm: Norm
     output: Weight  # [vocab, E]; token_embd itself if the file has no other
     warnings: tuple[str, ...]  # suspicious values of small tensors, as text
 
@@ -68,7 +70,7 @@ class CausalLM:
         loader = Loader(file, spec, ops)
         token_embd = loader.weight("token_embd") if spec.tied_output else loader.mapped("token_embd")
         blocks = tuple(loader.block(index) for index in range(spec.num_layers))
-        output_norm = loader.vector("output_norm.weight")
+        output_norm = loader.norm("output_norm", "output_hc")
         return cls(
             spec=spec,
             ops=ops,
@@ -84,9 +86,9 @@ class CausalLM:
     ) -> Array:
         """Hidden states after the last norm, [T, E], of int32 token_ids [T] at `rows`.
 
-        on_layer is called with each layer and the residual stream after it, [T, E]. Its memory is used again
-        once nothing refers to it. Advances the states in `cache` that `rows` names. InvalidRequestError
-        without rows.
+        on_layer is called with each layer and the residual stream after it, [T, E], or all streams side by
+        side. Their memory is used again once nothing refers to it. Advances the states in `cache` that `rows`
+        names. InvalidRequestError without rows.
         """
         if token_ids.shape[0] == 0:
             raise InvalidRequestError("there are no tokens to compute: a forward pass needs at least one")
@@ -110,19 +112,20 @@ class CausalLM:
         """
         ops, eps = self.ops, self.spec.rms_norm_eps
         norms = [block.attn_norm for block in self.blocks] + [self.output_norm]
-        normed = ops.rms_norm(x, norms[0], eps)
+        residual, normed = enter(ops, x, norms[0], eps)
+        del x  # or its memory would not be used again
         for layer, (block, state, next_norm) in enumerate(
             zip(self.blocks, cache.layers, norms[1:], strict=True)
         ):
             inputs = self.project(block, normed, angles, state, rows)
-            del normed  # or its memory would not be used again
+            del normed
             mixed = self.mix(block, inputs, state, rows)
             routes = isinstance(block.ffn, MoeWeights)
             del inputs
-            x, normed = ops.add_norm(x, mixed, block.ffn_norm, eps, for_router=routes)
+            residual, normed = update(ops, residual, mixed, block.ffn_norm, eps, for_router=routes)
             del mixed
-            x, normed = ops.add_norm(x, self.feed_forward(block, normed), next_norm, eps)
-            on_layer(layer, x)
+            residual, normed = update(ops, residual, self.feed_forward(block, normed), next_norm, eps)
+            on_layer(layer, values_of(residual))
         return normed
 
     def commit(self, path: CommittedPath, cache: ModelCache) -> None:

@@ -19,7 +19,9 @@ from coldstream.kernels.ops import (
 )
 from coldstream.layers.attention import AttentionWeights
 from coldstream.layers.gated_delta_net import GatedDeltaNetWeights
+from coldstream.layers.hyper_connections import HyperConnectionWeights
 from coldstream.layers.moe import MoeWeights
+from coldstream.layers.residual import Norm
 from coldstream.models.architectures import ARCHITECTURES, Architecture, GatheredRows
 from coldstream.models.footprint import FFN_MATRICES
 from coldstream.models.spec.layer_specs import AttentionSpec, DeltaNetSpec, MoeSpec
@@ -30,9 +32,9 @@ from coldstream.models.spec.model_spec import ModelSpec
 class Block:
     """One layer."""
 
-    attn_norm: Array  # [E]
+    attn_norm: Norm  # before the mixer
     mixer: AttentionWeights | GatedDeltaNetWeights
-    ffn_norm: Array  # [E]; before the FFN, whatever the file calls it
+    ffn_norm: Norm  # before the FFN, whatever the file calls it
     ffn: MoeWeights | FfnWeights
 
 
@@ -90,15 +92,29 @@ class Loader:
             return self.ops.split_rows(load(fused), sizes)
         return tuple(load(name) for name in names)
 
+    def norm(self, name: str, part: str) -> Norm:
+        """The norm `name` [E] of one residual stream, or the mixture `part` of several."""
+        streams = self.spec.hyper_connections
+        if streams is None:
+            return self.vector(f"{name}.weight")
+        inject = f"{part}_inject"
+        return HyperConnectionWeights(
+            norm=self.vector(f"{part}_norm.weight"),
+            down=self.weight(f"{part}_down"),
+            up=self.weight(f"{part}_up"),
+            inject=self.weight(inject) if f"{inject}.weight" in self.file.tensors else None,
+            num_streams=streams.num_streams,
+        )
+
     def block(self, index: int) -> Block:
         """The weights of a layer, of the trunk or, from `spec.num_layers` on, of an MTP block."""
         prefix, layer = f"blk.{index}.", self.spec.blocks[index]
         return Block(
-            attn_norm=self.vector(f"{prefix}attn_norm.weight"),
+            attn_norm=self.norm(f"{prefix}attn_norm", f"{prefix}hc_attn"),
             mixer=self.attention(prefix, layer.mixer)
             if isinstance(layer.mixer, AttentionSpec)
             else self.gated_delta_net(prefix, layer.mixer, self.architecture.gathered(layer)),
-            ffn_norm=self.vector(f"{prefix}{self.architecture.ffn_norm}.weight"),
+            ffn_norm=self.norm(f"{prefix}{self.architecture.ffn_norm}", f"{prefix}hc_ffn"),
             ffn=self.moe(prefix, layer.ffn) if isinstance(layer.ffn, MoeSpec) else self.dense_ffn(prefix),
         )
 

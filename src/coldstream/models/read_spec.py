@@ -4,7 +4,7 @@ A spec that was read is consistent. Every number lies in a sane range, and kerne
 tensor that the model needs is present with the shape that the numbers imply. Reads no weights.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from coldstream.errors import InconsistentError
 from coldstream.gguf.messages import INCOMPLETE, RECONVERT, shorten
@@ -14,6 +14,7 @@ from coldstream.models.architectures import architecture_of
 from coldstream.models.architectures.tensor_table import validate_tensors
 from coldstream.models.spec.hyperparameters import Hyperparameters
 from coldstream.models.spec.kernel_support import check_kernels
+from coldstream.models.spec.layer_specs import AttentionSpec, LayerSpec
 from coldstream.models.spec.model_spec import ModelSpec
 
 
@@ -34,7 +35,7 @@ def read_spec(metadata: Mapping[str, Value], tensors: Mapping[str, TensorInfo]) 
         architecture=architecture.name,
         hidden_size=numbers.integer("embedding_length", 1, 1 << 16),
         vocab_size=vocab_size,
-        context_length=numbers.integer("context_length", 1, 1 << 24),
+        context_length=_context_length(numbers, blocks),
         rms_norm_eps=numbers.number("attention.layer_norm_rms_epsilon", 1e-12, 0.1),
         tied_output="output.weight" not in tensors,
         layers=blocks[: numbers.num_layers],
@@ -43,6 +44,13 @@ def read_spec(metadata: Mapping[str, Value], tensors: Mapping[str, TensorInfo]) 
     )
     validate_tensors(spec, tensors, keys.path)
     return spec
+
+
+def _context_length(numbers: Hyperparameters, blocks: Sequence[LayerSpec]) -> int:
+    """Tokens of a text at most: those of the file, or those for which attention needs no indexer."""
+    indexers = (block.mixer.indexer for block in blocks if isinstance(block.mixer, AttentionSpec))
+    bounds = [indexer.dense_positions for indexer in indexers if indexer is not None]
+    return min([numbers.integer("context_length", 1, 1 << 24), *bounds])
 
 
 def _vocab_size(numbers: Hyperparameters, tensors: Mapping[str, TensorInfo]) -> int:

@@ -212,7 +212,7 @@ class _Chooser:
         Otherwise nothing drafts unless it is asked for: where experts are missing, drafts of most texts gain
         nothing.
         """
-        if self.spec.num_nextn_layers != 1:
+        if not self.spec.drafts_by_mtp:
             return False
         sizes, is_gpu = self.facts.model.on_gpu, config.device == "cuda"
         share = self.facts.model.drafted_share
@@ -434,6 +434,11 @@ def _check_drafts(config: EngineConfig, spec: ModelSpec) -> None:
     """Raises ConfigError for drafts that the model cannot have."""
     if config.spec_type == "mtp" and not spec.num_nextn_layers:
         raise ConfigError("spec_type mtp: the file has no block for multi-token prediction: try ngram")
+    if config.spec_type == "mtp" and spec.hyper_connections is not None:
+        raise ConfigError(
+            f"spec_type mtp: blocks for multi-token prediction of {spec.architecture} are not computed yet: "
+            "try ngram"
+        )
     if config.spec_type == "dflash" and config.model_draft is None:
         raise ConfigError("spec_type dflash: no drafter is given: name its file or folder with --model-draft")
 
@@ -446,7 +451,7 @@ def _check_context(config: EngineConfig, token_bytes: int, spec: ModelSpec, free
     ctx_size = config.ctx_size or 0
     if ctx_size > spec.context_length:
         raise ConfigError(
-            f"ctx_size {ctx_size} is beyond the {spec.context_length} tokens that the model was trained for"
+            f"ctx_size {ctx_size} is beyond the {spec.context_length} tokens that {spec.context_bound}"
         )
     need = ctx_size * token_bytes
     if need > free:

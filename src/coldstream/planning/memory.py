@@ -120,6 +120,9 @@ SHORT_CHUNK: Final = 2048  # shorter ones don't fill a GPU
 _SHORTEST_CHUNK: Final = 512  # longer ones gain less than a fast ring does (docs/notes/streaming.md)
 _NO_OPTIONS: Final = PlanOptions()
 _FLOATS_BESIDE_EXPERTS: Final = 9  # activations of a token in hidden states, plus one per expert
+_FLOATS_OF_A_STREAM: Final = (
+    4  # plus these where there are several: before and after an update, normed, gates
+)
 
 
 @dataclass(frozen=True)
@@ -280,4 +283,6 @@ def _workspace_bytes(spec: ModelSpec, ctx_size: int, chunk_size: int) -> int:
 
 
 def _activation_bytes(spec: ModelSpec, chunk_size: int) -> int:
-    return 4 * chunk_size * spec.hidden_size * (_FLOATS_BESIDE_EXPERTS + spec.num_experts_per_tok)
+    streams = spec.hyper_connections.num_streams if spec.hyper_connections else 0
+    floats = _FLOATS_BESIDE_EXPERTS + spec.num_experts_per_tok + _FLOATS_OF_A_STREAM * streams
+    return 4 * chunk_size * spec.hidden_size * floats

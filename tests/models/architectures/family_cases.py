@@ -51,15 +51,20 @@ def assert_gpu_equals(path: Path, token_ids: list[int], expected: np.ndarray, ma
 
 
 def assert_chooses_like_llama_cpp(
-    path: Path, logits: Callable[[Path, list[int]], np.ndarray] = cpu_logits
+    path: Path,
+    logits: Callable[[Path, list[int]], np.ndarray] = cpu_logits,
+    *,
+    least: float = 0.95,
+    least_of_clear: float = 0.99,
 ) -> None:
     """Both round activations of a quantised file, in ways of their own: where the two best logits are as good
-    as equal, either may be first."""
+    as equal, either may be first. least: shares of tokens that are alike.
+    """
     ids = random_ids(800)
     theirs = llama_cpp.logits(path, ids)
     second, first = np.sort(theirs, axis=-1)[:, -2:].T
     is_clear = first - second > CLEAR_GAP
     assert is_clear.sum() >= 500
     alike = logits(path, ids).argmax(-1) == theirs.argmax(-1)
-    assert alike.mean() > 0.95
-    assert alike[is_clear].mean() >= 0.99
+    assert alike.mean() > least
+    assert alike[is_clear].mean() >= least_of_clear

@@ -47,7 +47,7 @@ def statistics(runner: CpuRunner) -> DiskStatistics:
     return runner.disk
 
 
-@pytest.fixture(scope="module", params=["qwen35moe", "qwen3moe", "qwen3next"])
+@pytest.fixture(scope="module", params=["qwen35moe", "qwen3moe", "qwen3next", "qwen4exp"])
 def moe_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny mixture of experts in two sizes: large enough for experts to matter beside activations."""
     path = tmp_path_factory.mktemp("models") / "moe.gguf"

@@ -58,7 +58,7 @@ class Model(NamedTuple):
     sampled: Answer
 
 
-@pytest.fixture(scope="module", params=["demo", "qwen3moe", "qwen3next"])
+@pytest.fixture(scope="module", params=["demo", "qwen3moe", "qwen3next", "qwen4exp"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_family(tmp_path_factory.mktemp("models"), request.param)
 

@@ -23,7 +23,7 @@ CONTEXT = 640
 LENGTHS = (1, 8, 65, 300)
 
 
-@pytest.fixture(scope="module", params=["demo", "qwen3moe", "qwen3next"])
+@pytest.fixture(scope="module", params=["demo", "qwen3moe", "qwen3next", "qwen4exp"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_family(tmp_path_factory.mktemp("models"), request.param)
 

@@ -54,7 +54,7 @@ def test_trees_are_plain_decoding(model: Model, seed: int) -> None:
             check_batch_of_trees(prompts, model.oracle, random)
 
 
-@pytest.fixture(scope="module", params=["demo", "qwen35moe", "qwen3moe", "qwen3next"])
+@pytest.fixture(scope="module", params=["demo", "qwen35moe", "qwen3moe", "qwen3next", "qwen4exp"])
 def with_experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     """A model whose experts may be anywhere, with the cache that they are taken with."""
     folder = tmp_path_factory.mktemp("models")

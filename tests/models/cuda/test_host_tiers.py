@@ -18,7 +18,7 @@ from coldstream.kernels.cuda.host_memory import RegisteredMemory
 from random_residency import RandomResidency
 
 
-@pytest.fixture(scope="module", params=["qwen35moe", "qwen3moe", "qwen3next"])
+@pytest.fixture(scope="module", params=["qwen35moe", "qwen3moe", "qwen3next", "qwen4exp"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_mixed_layers(tmp_path_factory.mktemp("models"), request.param)
 

@@ -80,7 +80,7 @@ class Model(NamedTuple):
     outputs: dict[int, tuple[np.ndarray, np.ndarray]]  # with all experts resident
 
 
-@pytest.fixture(scope="module", params=["demo", "qwen3moe", "qwen3next"])
+@pytest.fixture(scope="module", params=["demo", "qwen3moe", "qwen3next", "qwen4exp"])
 def model(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,

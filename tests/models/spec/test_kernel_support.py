@@ -16,6 +16,8 @@ from coldstream.models.spec.layer_specs import (
     AttentionSpec,
     DeltaNetSpec,
     DenseFfnSpec,
+    HyperConnectionSpec,
+    IndexerSpec,
     LayerSpec,
     MoeSpec,
 )
@@ -39,6 +41,7 @@ CHOICES: list[tuple[type, dict[str, Any], str]] = [
 COMPUTED: list[tuple[type, dict[str, Any]]] = [
     *((AttentionSpec, {"output_gate": gate}) for gate in ("none", "head", "element")),
     (AttentionSpec, {"window": 128}),
+    (AttentionSpec, {"indexer": IndexerSpec(2, 8, 64, 4)}),  # in contexts that need none
     (MoeSpec, {"shared": "none"}),
     (MoeSpec, {"shared": "plain"}),
 ]
@@ -91,10 +94,12 @@ def test_layers_of_a_kind_are_alike_but_for_attention(opened: Opened) -> None:
     narrow = LayerSpec(first.mixer, replace(last.ffn, ffn_size=8))
     dense, smaller = (LayerSpec(first.mixer, DenseFfnSpec(size)) for size in (64, 32))
     check_kernels((dense, dense, *others[1:], last), keys)
+    streams = replace(first, hyper_connections=HyperConnectionSpec(4, 16))
     for layers, what in {
         (grouped, *others, last): "gated DeltaNet",
         (narrow, *others, last): "mixture-of-experts",
         (dense, smaller, *others[1:], last): "dense feed-forward",
+        (streams, *others, last): "hyper-connected",
     }.items():
         with pytest.raises(UnsupportedError, match=rf"tiny\.gguf: the {what} layers of qwen35moe differ"):
             check_kernels(layers, keys)

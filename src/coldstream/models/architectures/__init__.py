@@ -10,10 +10,11 @@ from coldstream.gguf.metadata import Metadata
 from coldstream.models.architectures.architecture import Architecture, GatheredRows
 from coldstream.models.architectures.qwen3moe import QWEN3MOE
 from coldstream.models.architectures.qwen3next import QWEN3NEXT
+from coldstream.models.architectures.qwen4exp import QWEN4EXP
 from coldstream.models.architectures.qwen35 import QWEN35, QWEN35MOE
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
-    {architecture.name: architecture for architecture in (QWEN35, QWEN35MOE, QWEN3MOE, QWEN3NEXT)}
+    {architecture.name: architecture for architecture in (QWEN35, QWEN35MOE, QWEN3MOE, QWEN3NEXT, QWEN4EXP)}
 )
 
 __all__ = ["ARCHITECTURES", "Architecture", "GatheredRows", "architecture_of"]

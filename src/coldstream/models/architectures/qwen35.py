@@ -17,7 +17,7 @@ from coldstream.models.spec.layer_keys import (
     read_moe,
 )
 from coldstream.models.spec.layer_specs import AttentionSpec, DeltaNetSpec, LayerSpec
-from coldstream.models.spec.layer_tensors import Requirement, each, hybrid_block_tensors
+from coldstream.models.spec.layer_tensors import delta_net_projections, hybrid_block_tensors
 from coldstream.models.spec.rope_keys import check_sections
 
 # Keys that only Ollama's converters write.
@@ -50,17 +50,6 @@ def _value_heads_grouped(keys: Hyperparameters) -> bool:
     return any(key in keys for key in _OLLAMA_KEYS)
 
 
-def _projections(spec: DeltaNetSpec, hidden: int) -> tuple[Requirement, ...]:
-    return each(
-        {
-            "attn_qkv.weight": (spec.conv_dim, hidden),
-            "attn_gate.weight": (spec.value_dim, hidden),
-            "ssm_alpha.weight": (spec.num_value_heads, hidden),
-            "ssm_beta.weight": (spec.num_value_heads, hidden),
-        }
-    )
-
-
-_block_tensors = partial(hybrid_block_tensors, projections=_projections)
+_block_tensors = partial(hybrid_block_tensors, projections=delta_net_projections)
 QWEN35: Final = Architecture("qwen35", _dense_layers, _block_tensors)
 QWEN35MOE: Final = Architecture("qwen35moe", _moe_layers, _block_tensors)

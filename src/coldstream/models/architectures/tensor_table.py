@@ -16,11 +16,20 @@ from coldstream.errors import InconsistentError, UnsupportedError
 from coldstream.gguf.messages import INCOMPLETE, RECONVERT, shorten
 from coldstream.gguf.reader import TensorInfo
 from coldstream.models.architectures import ARCHITECTURES
-from coldstream.models.spec.layer_tensors import Group, Requirement, Shape, nextn_tensors, norm_tensors
+from coldstream.models.spec.layer_tensors import (
+    Group,
+    Requirement,
+    Shape,
+    each,
+    mixer_tensors,
+    nextn_tensors,
+    norm_tensors,
+    stream_tensors,
+)
 from coldstream.models.spec.model_spec import ModelSpec
 
 # Beginnings of names of tensors that change what a model of text computes, such as factors of frequencies.
-_OF_TEXT: Final = ("token_", "position_", "output", "rope_", "cls")
+_OF_TEXT: Final = ("token_", "position_", "output", "rope_", "cls", "per_layer_")
 _BLOCK_NAME: Final = re.compile(r"blk\.([0-9]{1,9})\.")
 
 
@@ -28,9 +37,14 @@ def global_tensors(spec: ModelSpec) -> tuple[Requirement, ...]:
     """The tensors outside the blocks."""
     table: Shape = (spec.vocab_size, spec.hidden_size)
     output: Requirement = ({"output.weight": (table,)},)
+    streams = spec.hyper_connections
     return (
         ({"token_embd.weight": (table,)},),
-        ({"output_norm.weight": ((spec.hidden_size,),)},),
+        *(
+            each({"output_norm.weight": (spec.hidden_size,)})
+            if streams is None
+            else mixer_tensors(streams, spec.hidden_size, "output_hc")
+        ),
         *(() if spec.tied_output else (output,)),
     )
 
@@ -39,9 +53,15 @@ def block_tensors(spec: ModelSpec, block: int) -> tuple[Requirement, ...]:
     """The tensors of one block: of the trunk, or from `spec.num_layers` on an MTP block."""
     prefix = f"blk.{block}."
     architecture = ARCHITECTURES[spec.architecture]
-    norms = norm_tensors(architecture.ffn_norm, spec.hidden_size)
-    parts = architecture.block_tensors(spec.blocks[block], spec.hidden_size)
-    nextn = nextn_tensors(spec.hidden_size, spec.vocab_size) if block >= spec.num_layers else ()
+    layer, hidden = spec.blocks[block], spec.hidden_size
+    streams = layer.hyper_connections
+    norms = (
+        norm_tensors(architecture.ffn_norm, hidden)
+        if streams is None
+        else stream_tensors(streams, hidden, "hc_attn", "hc_ffn")
+    )
+    parts = architecture.block_tensors(layer, hidden)
+    nextn = nextn_tensors(hidden, spec.vocab_size, streams) if block >= spec.num_layers else ()
     return tuple(
         tuple({prefix + name: shapes for name, shapes in group.items()} for group in requirement)
         for requirement in (*norms, *parts, *nextn)

@@ -20,6 +20,7 @@ from coldstream.kernels.cuda.memory import MemoryPlan
 from coldstream.kernels.cuda.program import CudaProgram, Noted, note_kernels
 from coldstream.kernels.fused.cuda import PROGRAM as FUSED
 from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, TAPS
+from coldstream.kernels.hyper_connections.cuda import MAX_STREAMS, MAX_WIDTH, SIZE_MULTIPLE
 from coldstream.kernels.linear.integer_types import INTEGER_TYPES
 from coldstream.kernels.ops import MAX_SHORT_CHAIN
 from coldstream.kernels.router.cuda import EXPERTS_PER_LANE, MAX_CHOSEN, WARP_SIZE
@@ -219,10 +220,20 @@ def check_supported(spec: ModelSpec) -> None:
             spec.num_experts_per_tok > MAX_CHOSEN
         ),
         f"{spec.num_experts} experts: at most {MAX_EXPERTS}": spec.num_experts > MAX_EXPERTS,
+        **_missing_streams(spec),
     }
     for what, is_missing in wanted.items():
         if is_missing:
             raise UnsupportedError(f"no GPU kernels for {what} are supported; use --device cpu")
+
+
+def _missing_streams(spec: ModelSpec) -> dict[str, bool]:
+    """Of `check_supported`, for residual streams, which a block keeps side by side in its shared memory."""
+    if spec.hyper_connections is None:
+        return {}
+    count, size = spec.hyper_connections.num_streams, spec.hidden_size
+    what = f"{count} residual streams of {size} values: up to {MAX_STREAMS}, {MAX_WIDTH} values together"
+    return {what: size % SIZE_MULTIPLE != 0 or count > MAX_STREAMS or count * size > MAX_WIDTH}
 
 
 def check_types(tensors: Mapping[str, TensorInfo]) -> None:

@@ -258,6 +258,11 @@ def check_target(spec: DflashSpec, target: ModelSpec) -> None:
                 f"the drafter is for a model with {what.format(drafter_has)}, and the model has "
                 f"{target_has}: {advice}"
             )
+    if target.hyper_connections is not None:
+        raise ConfigError(
+            f"a drafter reads one residual stream, and {target.architecture} has "
+            f"{target.hyper_connections.num_streams}: draft in another way"
+        )
     if spec.aux_layers[-1] >= target.num_layers:
         raise ConfigError(
             f"the drafter reads the state after layer {spec.aux_layers[-1]}, and the last layer of the model "

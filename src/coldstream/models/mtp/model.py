@@ -49,6 +49,11 @@ class MtpModel:
                 f"{shorten(file.paths[0])} has {spec.num_nextn_layers} blocks for multi-token prediction, "
                 "and drafting takes a file with one: choose another way of drafting, or another file"
             )
+        if spec.hyper_connections is not None:
+            raise UnsupportedError(
+                f"{shorten(file.paths[0])}: blocks for multi-token prediction of {spec.architecture} are not "
+                "computed yet: choose another way of drafting"
+            )
         loader = Loader(file, spec, ops)
         nextn = loader.nextn(spec.num_layers)
         check_small_tensors(spec, loader.vectors)

@@ -33,12 +33,13 @@ class Hyperparameters:
         self._num_declared_blocks = self.integer("block_count", 1, MAX_BLOCKS)
         num_nextn_layers = self._num_nextn_layers()
         self.num_layers = self._num_declared_blocks - num_nextn_layers
-        has_nextn = num_nextn_layers > 0 and self._holds_blocks(self.num_layers)
+        behind = range(self.num_layers, self._num_declared_blocks)
+        has_nextn = num_nextn_layers > 0 and self._holds_blocks(behind)
         self.num_nextn_layers = num_nextn_layers if has_nextn else 0
         self.num_absent_nextn_layers = 0 if has_nextn else num_nextn_layers
         self.num_blocks = self.num_layers + self.num_nextn_layers
-        trunk = (f"blk.{layer}.attn_norm.weight" for layer in range(self.num_layers))
-        if self.num_nextn_layers and not any(name in tensor_names for name in trunk):
+        trunk = range(self.num_layers)
+        if self.num_nextn_layers and not self._holds_blocks(trunk):
             what = "holds only the MTP (draft) block of a model: open the model file that it was taken from"
             raise UnsupportedError(f"{shorten(keys.path)} {what}")
 
@@ -137,7 +138,7 @@ class Hyperparameters:
             raise self.inconsistent("block_count", problem)
         return num_nextn_layers
 
-    def _holds_blocks(self, first: int) -> bool:
-        """Whether the file holds any tensor of the declared blocks from `first` on."""
-        prefixes = tuple(f"blk.{block}." for block in range(first, self._num_declared_blocks))
+    def _holds_blocks(self, blocks: range) -> bool:
+        """Whether the file holds any tensor of these blocks."""
+        prefixes = tuple(f"blk.{block}." for block in blocks)
         return any(name.startswith(prefixes) for name in self.tensor_names)

@@ -69,9 +69,10 @@ def _ffn_fields(spec: MoeSpec | DenseFfnSpec) -> Iterator[_LayerField]:
 
 def _check_alike(layers: Sequence[LayerSpec], keys: Hyperparameters) -> None:
     """Recurrent states and slots of experts have one size for all layers. Attention may differ by layer."""
-    names = ("gated DeltaNet", "mixture-of-experts", "dense feed-forward")
+    names = ("gated DeltaNet", "mixture-of-experts", "dense feed-forward", "hyper-connected")
     kinds: dict[str, set[object]] = {name: set() for name in names}
     for layer in layers:
+        kinds["hyper-connected"].add(layer.hyper_connections)
         if isinstance(layer.mixer, DeltaNetSpec):
             kinds["gated DeltaNet"].add(layer.mixer)
         kinds["mixture-of-experts" if isinstance(layer.ffn, MoeSpec) else "dense feed-forward"].add(layer.ffn)

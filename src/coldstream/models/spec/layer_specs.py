@@ -16,6 +16,29 @@ SharedExpert = Literal["none", "plain", "gated"]
 
 
 @dataclass(frozen=True)
+class IndexerSpec:
+    """Attention of a row to the blocks of positions that score best, and to the positions behind them."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int  # positions of whole blocks that a row sees at most
+    block_size: int  # positions of a block; 0 if the file does not say
+
+    @property
+    def dense_positions(self) -> int:
+        """Positions of a text in which every row still sees all that come before it."""
+        return self.top_k + max(self.block_size, 1) - 1
+
+
+@dataclass(frozen=True)
+class HyperConnectionSpec:
+    """Residual streams in place of one with norms: each part of a block reads a mixture of them."""
+
+    num_streams: int
+    rank: int  # of the product that gates the mixture
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Softmax attention of `num_heads` query heads over `num_kv_heads` heads of keys and values."""
 
@@ -30,6 +53,7 @@ class AttentionSpec:
     causal: bool = True  # a token sees only those before it and itself
     window: int | None = None  # positions that a token sees, its own included; None: all
     sinks: bool = False  # whether each head has a logit in the softmax without a value
+    indexer: IndexerSpec | None = None
 
     @property
     def query_dim(self) -> int:
@@ -119,10 +143,11 @@ class DenseFfnSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """x + mixer(norm(x)), then + ffn(norm(x))."""
+    """x + mixer(norm(x)), then + ffn(norm(x)); with hyper-connections mixtures stand for the norms."""
 
     mixer: AttentionSpec | DeltaNetSpec
     ffn: MoeSpec | DenseFfnSpec
+    hyper_connections: HyperConnectionSpec | None = None
 
     @property
     def kind(self) -> LayerKind:

@@ -7,7 +7,15 @@ with or without `.bias`.
 
 from collections.abc import Callable, Mapping
 
-from coldstream.models.spec.layer_specs import AttentionSpec, DeltaNetSpec, DenseFfnSpec, LayerSpec, MoeSpec
+from coldstream.models.spec.layer_specs import (
+    AttentionSpec,
+    DeltaNetSpec,
+    DenseFfnSpec,
+    HyperConnectionSpec,
+    IndexerSpec,
+    LayerSpec,
+    MoeSpec,
+)
 
 Shape = tuple[int, ...]
 Group = dict[str, tuple[Shape, ...]]  # tensors that come together: name → the shapes it may have
@@ -41,9 +49,52 @@ def hybrid_block_tensors(
     return (*mixer, *ffn_tensors(layer, hidden))
 
 
+def delta_net_projections(spec: DeltaNetSpec, hidden: int) -> tuple[Requirement, ...]:
+    """The projections of a gated DeltaNet's input, each a tensor of its own."""
+    return each(
+        {
+            "attn_qkv.weight": (spec.conv_dim, hidden),
+            "attn_gate.weight": (spec.value_dim, hidden),
+            "ssm_alpha.weight": (spec.num_value_heads, hidden),
+            "ssm_beta.weight": (spec.num_value_heads, hidden),
+        }
+    )
+
+
 def norm_tensors(ffn_norm: str, hidden: int) -> tuple[Requirement, ...]:
     """The norms before the mixer and before the feed-forward network, which is named `ffn_norm`."""
     return each({"attn_norm.weight": (hidden,), f"{ffn_norm}.weight": (hidden,)})
+
+
+def stream_tensors(spec: HyperConnectionSpec, hidden: int, *parts: str) -> tuple[Requirement, ...]:
+    """What mixes the residual streams, of parts such as `hc_attn`, and lets their outputs enter."""
+    width = spec.num_streams * hidden
+    shapes: dict[str, Shape] = {}
+    for part in parts:
+        shapes |= {
+            f"{part}_norm.weight": (width,),
+            f"{part}_down.weight": (spec.rank, width),
+            f"{part}_up.weight": (width, spec.rank),
+            f"{part}_inject.weight": (spec.num_streams, width),
+        }
+    return each(shapes)
+
+
+def mixer_tensors(spec: HyperConnectionSpec, hidden: int, part: str) -> tuple[Requirement, ...]:
+    """`stream_tensors` of a part whose output enters no stream, as the one before the head."""
+    return stream_tensors(spec, hidden, part)[:-1]
+
+
+def indexer_tensors(spec: IndexerSpec, hidden: int) -> tuple[Requirement, ...]:
+    """The projections and norms by which attention chooses blocks of positions."""
+    return each(
+        {
+            "indexer.q_proj.weight": (spec.num_heads * spec.head_dim, hidden),
+            "indexer.k_proj.weight": (spec.head_dim, hidden),
+            "indexer.q_norm.weight": (spec.head_dim,),
+            "indexer.k_norm.weight": (spec.head_dim,),
+        }
+    )
 
 
 def ffn_tensors(layer: LayerSpec, hidden: int) -> tuple[Requirement, ...]:
@@ -126,17 +177,18 @@ def _shared_expert_tensors(spec: MoeSpec, hidden: int) -> tuple[Requirement, ...
     return (*each(others), *([(gate,)] if spec.shared == "gated" else []))
 
 
-def nextn_tensors(hidden: int, vocab_size: int) -> tuple[Requirement, ...]:
+def nextn_tensors(
+    hidden: int, vocab_size: int, streams: HyperConnectionSpec | None = None
+) -> tuple[Requirement, ...]:
     """Tensors of a block for multi-token prediction beside its layer; some may be the model's own."""
     table = (vocab_size, hidden)
     required = {
         "nextn.eh_proj.weight": (hidden, 2 * hidden),
         "nextn.enorm.weight": (hidden,),
-        "nextn.hnorm.weight": (hidden,),
+        "nextn.hnorm.weight": ((streams.num_streams if streams else 1) * hidden,),
     }
-    own = {
-        "nextn.shared_head_norm.weight": (hidden,),
-        "nextn.embed_tokens.weight": table,
-        "nextn.shared_head_head.weight": table,
-    }
-    return (*each(required), *((*requirement, {}) for requirement in each(own)))
+    own: dict[str, Shape] = {"nextn.embed_tokens.weight": table, "nextn.shared_head_head.weight": table}
+    if streams is None:
+        own["nextn.shared_head_norm.weight"] = (hidden,)
+    head = mixer_tensors(streams, hidden, "nextn.hc_head") if streams else ()
+    return (*each(required), *head, *((*requirement, {}) for requirement in each(own)))

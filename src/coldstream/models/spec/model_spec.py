@@ -11,6 +11,8 @@ from coldstream.models.spec.layer_specs import (
     NO_EXPERTS,
     AttentionSpec,
     DeltaNetSpec,
+    HyperConnectionSpec,
+    IndexerSpec,
     LayerKind,
     LayerSpec,
     MoeSpec,
@@ -40,12 +42,47 @@ class ModelSpec:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What the file declares and the model does without, as text for people."""
-        if not self.num_absent_nextn_layers:
-            return ()
-        return (
-            f"{self.architecture}.nextn_predict_layers is {self.num_absent_nextn_layers}, but the file holds "
-            "no tensor of a block for multi-token prediction (MTP): the model runs without one",
-        )
+        found = []
+        if self.num_absent_nextn_layers:
+            found.append(
+                f"{self.architecture}.nextn_predict_layers is {self.num_absent_nextn_layers}, but the file "
+                "holds no tensor of a block for multi-token prediction (MTP): the model runs without one"
+            )
+        indexer = self.indexer
+        if indexer is not None and self.context_length == indexer.dense_positions:
+            found.append(
+                f"a text has at most {self.context_length} tokens: behind them {self.architecture} chooses "
+                "the positions that it attends to by an indexer, which is not computed yet"
+            )
+            if not indexer.block_size:
+                found.append(
+                    f"{self.architecture}.attention.compress_ratios has no block size for any layer: the "
+                    "converter lost it. For long texts convert the checkpoint again with a current one"
+                )
+        return tuple(found)
+
+    @property
+    def context_bound(self) -> str:
+        """What bounds the context, to end a sentence about its tokens."""
+        indexer = self.indexer
+        if indexer is not None and self.context_length == indexer.dense_positions:
+            return "this model attends to without its indexer, which is not computed yet"
+        return "the model was trained for"
+
+    @property
+    def indexer(self) -> IndexerSpec | None:
+        """Of the layers that attend; None if they see all positions."""
+        return next((attention.indexer for attention in self.attentions), None)
+
+    @property
+    def hyper_connections(self) -> HyperConnectionSpec | None:
+        """The residual streams of all blocks; None for one stream with norms."""
+        return self.layers[0].hyper_connections
+
+    @property
+    def drafts_by_mtp(self) -> bool:
+        """Whether the file's block for multi-token prediction can draft."""
+        return self.num_nextn_layers == 1 and self.hyper_connections is None
 
     @property
     def num_layers(self) -> int:

@@ -27,8 +27,8 @@ def check_small_tensors(spec: ModelSpec, tensors: Mapping[str, np.ndarray]) -> t
     GGUF.
 
     `tensors` maps names to float32 arrays in the shapes of the table; only those present are judged:
-    `attn_norm` of the trunk together, and each `ssm_a`. Every given tensor must be finite. Only biases of
-    routers may be −∞, by which files disable experts.
+    the first norms of the trunk's layers together, and each `ssm_a`. Every given tensor must be finite. Only
+    biases of routers may be −∞, by which files disable experts.
     """
     for name, values in tensors.items():
         is_bias = name.endswith((".exp_probs_b.bias", ".ffn_gate_inp.bias"))
@@ -41,12 +41,13 @@ def check_small_tensors(spec: ModelSpec, tensors: Mapping[str, np.ndarray]) -> t
                 f"{name} holds {values.max():.3g}, expected values below 0: the converter seems to have "
                 "stored A_log instead of -exp(A_log). Convert the model with a current converter"
             )
-    names = (f"blk.{layer}.attn_norm.weight" for layer in range(spec.num_layers))
+    norm = "attn_norm" if spec.hyper_connections is None else "hc_attn_norm"
+    names = (f"blk.{layer}.{norm}.weight" for layer in range(spec.num_layers))
     means = [float(tensors[name].mean()) for name in names if name in tensors]
     if means and not _LOWEST_NORM_MEAN <= (center := _median(means)) <= _HIGHEST_NORM_MEAN:
         cause = "never added 1 to" if center < 1 else "added 1 twice to"
         return (
-            f"the attn_norm weights are centred on {center:.2f}, expected about 1: the converter "
+            f"the {norm} weights are centred on {center:.2f}, expected about 1: the converter "
             f"may have {cause} the norm weights. If the text is garbled, convert the checkpoint again",
         )
     return ()

@@ -1,0 +1,42 @@
+"""What blocks read and add to: one residual stream with norms, or several with mixtures of them."""
+
+from coldstream.kernels.ops import Array, ExpertOutputs, Ops
+from coldstream.layers.hyper_connections import (
+    HyperConnectionWeights,
+    Streams,
+    enter_streams,
+    update_streams,
+)
+
+Norm = Array | HyperConnectionWeights  # the weights of a norm [E], or of a mixture in its place
+Residual = Array | Streams
+
+
+def enter(ops: Ops, x: Array, norm: Norm, eps: float) -> tuple[Residual, Array]:
+    """The residual stream of what enters the first block, x [T, E], and what its first part reads, [T, E]."""
+    if isinstance(norm, HyperConnectionWeights):
+        return enter_streams(ops, x, norm, eps)
+    return x, ops.rms_norm(x, norm, eps)
+
+
+def update(
+    ops: Ops,
+    residual: Residual,
+    output: Array | ExpertOutputs,
+    norm: Norm,
+    eps: float,
+    *,
+    for_router: bool = False,
+) -> tuple[Residual, Array]:
+    """The residual stream after the output of a part, and what the next part reads of it, [T, E].
+
+    for_router: as in `Ops.add_norm`.
+    """
+    if isinstance(norm, HyperConnectionWeights):
+        return update_streams(ops, residual, output, norm, eps)
+    return ops.add_norm(residual, output, norm, eps, for_router=for_router)
+
+
+def values_of(residual: Residual) -> Array:
+    """One stream [T, E], or several side by side, [T, C·E]."""
+    return residual.values if isinstance(residual, Streams) else residual

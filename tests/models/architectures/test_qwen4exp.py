@@ -1,0 +1,204 @@
+"""Qwen3.8-Flash-Next against `transformers` and llama.cpp, in texts that its indexer leaves whole."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from family_cases import (
+    K_TYPES,
+    assert_chooses_like_llama_cpp,
+    assert_gpu_equals,
+    cpu_logits,
+    gpu_logits,
+    random_ids,
+)
+from transformers import PreTrainedModel
+
+from bench.runners import open_cpu_runner
+from builders import SMALL, TinyModel, make_model, write_model
+from coldstream.errors import ConfigError, InconsistentError, UnsupportedError
+from coldstream.models import ModelSpec, block_tensors, global_tensors
+from coldstream.models.cuda.memory_plan import check_supported
+from coldstream.models.spec.layer_specs import HyperConnectionSpec, IndexerSpec
+from coldstream.planning.config import EngineConfig
+from coldstream.planning.gather import plan_by_name
+from convert_hf import Variant, convert
+from gguf import GGMLQuantizationType as Type
+from hf_models import hf_logits, tiny_qwen4exp
+from tools import llama_cpp
+
+# A mixture's gates pass on the rounding of four streams: both programs are as far from the float32 result.
+AS_ALIKE = {"least": 0.92, "least_of_clear": 0.97}
+FUSED = Variant(fused_experts=True, shared_gate_as_matrix=True)
+# Rows of 160 and 96 values are no whole blocks of 256.
+MIXED_TYPES = {**K_TYPES, "ffn_down_exps": Type.Q8_0, "ffn_down_shexp": Type.Q8_0}
+MIXED_TYPES |= {f"{part}_up": Type.Q5_0 for part in ("hc_attn", "hc_ffn", "output_hc")}
+
+
+@functools.cache
+def hf_model(value_heads: int = 6) -> PreTrainedModel:
+    return tiny_qwen4exp(linear_num_value_heads=value_heads)
+
+
+@pytest.mark.sharded(4)
+@pytest.mark.parametrize("variant", [Variant(), FUSED], ids=["apart", "fused"])
+@pytest.mark.parametrize("value_heads", [2, 6])
+def test_logits_equal_transformers(value_heads: int, variant: Variant, tmp_path: Path) -> None:
+    """At the last position that its indexer does not shorten; 131 tokens are two chunks of the DeltaNet."""
+    ids, model = random_ids(131), hf_model(value_heads)
+    path = convert(model, tmp_path / "model.gguf", variant)
+    expected = hf_logits(model, ids).numpy()
+    assert expected.std() > 1
+    assert np.abs(cpu_logits(path, ids, "f32") - expected).max() < 1e-4
+
+
+@pytest.mark.sharded
+def test_logits_equal_llama_cpp(tmp_path: Path) -> None:
+    ids = random_ids(100)
+    path = convert(hf_model(), tmp_path / "model.gguf")
+    assert np.abs(cpu_logits(path, ids, "f32") - llama_cpp.logits(path, ids)).max() < 1e-4
+
+
+@pytest.mark.sharded
+def test_the_indexer_shortens_what_comes_behind(tmp_path: Path) -> None:
+    """So that a bound which is one too large would show: the next token has other logits in transformers."""
+    ids, model = random_ids(132), hf_model()
+    path = convert(model, tmp_path / "model.gguf")
+    with pytest.raises(ConfigError, match="132 is beyond the 131 tokens that this model attends to without"):
+        plan_by_name(EngineConfig(str(path), device="cpu", ctx_size=132))
+    whole = tiny_qwen4exp(indexer_budget=256)
+    assert np.abs(hf_logits(whole, ids) - hf_logits(model, ids))[131].max() > 1e-3
+
+
+@pytest.mark.sharded
+def test_a_quantised_file_chooses_the_tokens_that_llama_cpp_chooses(tmp_path: Path) -> None:
+    model = tiny_qwen4exp(indexer_budget=2048, linear_num_value_heads=4)
+    path = convert(model, tmp_path / "model.gguf", Variant(MIXED_TYPES))
+    assert_chooses_like_llama_cpp(path, **AS_ALIKE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", [Variant(), FUSED], ids=["apart", "fused"])
+def test_logits_of_a_gpu_equal_transformers(variant: Variant, tmp_path: Path) -> None:
+    ids, model = random_ids(131), hf_model()
+    path = convert(model, tmp_path / "model.gguf", variant)
+    assert_gpu_equals(path, ids, hf_logits(model, ids).numpy())
+
+
+@pytest.mark.gpu
+def test_a_gpu_chooses_the_tokens_that_llama_cpp_chooses(tmp_path: Path) -> None:
+    model = tiny_qwen4exp(indexer_budget=2048, linear_num_value_heads=4)
+    path = convert(model, tmp_path / "model.gguf", Variant(MIXED_TYPES))
+    assert_chooses_like_llama_cpp(path, gpu_logits, **AS_ALIKE)
+
+
+def tiny(**options: bool) -> TinyModel:
+    return make_model("qwen4exp", dims=SMALL, quant="F32", tokenizer=False, **options)
+
+
+def key(model: TinyModel, name: str, value: object) -> TinyModel:
+    model.metadata[f"qwen4exp.{name}"] = value
+    return model
+
+
+def test_the_spec_of_a_file(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
+    spec = spec_of(tiny())
+    assert spec.layer_kinds == ("delta_net", "delta_net", "delta_net", "attention")
+    assert spec.hyper_connections == HyperConnectionSpec(num_streams=4, rank=16)
+    assert spec.indexer == IndexerSpec(num_heads=2, head_dim=8, top_k=2048, block_size=4)
+    assert (spec.attentions[0].output_gate, spec.moe.shared) == (True, "gated")
+    assert (spec.delta_net.output_gate, spec.delta_net.value_heads_grouped) == ("sigmoid", False)
+    assert spec_of(tiny(nextn=True)).num_nextn_layers == 1
+
+
+def test_a_text_is_held_to_what_the_indexer_leaves_whole(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
+    spec = spec_of(tiny())
+    assert spec.context_length == 2051
+    assert [each for each in spec.warnings if "at most 2051 tokens" in each]
+    short = spec_of(key(tiny(), "context_length", 2000))
+    assert (short.context_length, short.warnings) == (2000, ())
+    assert short.context_bound == "the model was trained for"
+
+
+@pytest.mark.parametrize("sizes", [[0, 0, 0, 0], None], ids=["zeros", "absent"])
+def test_block_sizes_that_a_converter_lost_are_noticed(
+    sizes: list[int] | None, spec_of: Callable[[TinyModel], ModelSpec]
+) -> None:
+    """As many positions as whole blocks of any size may have are left."""
+    model = key(tiny(), "attention.compress_ratios", sizes)
+    if sizes is None:
+        del model.metadata["qwen4exp.attention.compress_ratios"]
+    spec = spec_of(model)
+    assert spec.context_length == 2048
+    assert [each for each in spec.warnings if "compress_ratios has no block size" in each]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("ple.layers", [1], UnsupportedError, r"ple\.layers.*n-gram embeddings are not computed yet"),
+        ("hyper_connection.count", 1, InconsistentError, r"hyper_connection\.count"),
+        ("attention.indexer.top_k", 2050, InconsistentError, r"2050 positions are no whole blocks of 4"),
+        ("attention.compress_ratios", [4, 0, 0, 8], UnsupportedError, r"compress_ratios.*differs between"),
+    ],
+)
+def test_what_is_refused(
+    name: str,
+    value: object,
+    error: type[Exception],
+    message: str,
+    spec_of: Callable[[TinyModel], ModelSpec],
+) -> None:
+    with pytest.raises(error, match=message):
+        spec_of(key(tiny(), name, value))
+
+
+@pytest.mark.sharded(of="models on the CPU")
+def test_every_tensor_is_required(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
+    for name in tiny(nextn=True).tensors:
+        if name == "output.weight":
+            continue  # without it the output is tied
+        model = tiny(nextn=True)
+        del model.tensors[name]
+        with pytest.raises(InconsistentError, match=name.replace(".", r"\.") + ".* is missing"):
+            spec_of(model)
+
+
+@pytest.mark.parametrize(
+    "name", ["blk.0.attn_norm.weight", "output_norm.weight", "per_layer_model_proj.weight"]
+)
+def test_tensors_of_other_families_are_refused(name: str, spec_of: Callable[[TinyModel], ModelSpec]) -> None:
+    model = tiny()
+    model.tensors[name] = np.ones(SMALL.hidden, np.float32)
+    with pytest.raises(UnsupportedError, match=name.replace(".", r"\.")):
+        spec_of(model)
+
+
+def test_tensors_of_published_files(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
+    """36 layers with a DeltaNet and 12 that attend have 1,224 tensors with the n-gram table, as published."""
+    spec = spec_of(tiny())
+    first, *_, last, beside = (
+        sum(len(requirement[0]) for requirement in requirements)
+        for requirements in (*(block_tensors(spec, layer) for layer in range(4)), global_tensors(spec))
+    )
+    of_ngrams = 7  # the table, two projections, three norms and a convolution
+    assert 36 * first + 12 * last + beside + of_ngrams == 1224
+
+
+def test_norms_that_lack_their_one_are_noticed(tmp_path: Path) -> None:
+    model = tiny()
+    for layer in range(SMALL.layers):
+        model.tensors[f"blk.{layer}.hc_attn_norm.weight"] -= 1
+    write_model(tmp_path / "tiny.gguf", model)
+    with open_cpu_runner(tmp_path / "tiny.gguf", threads=1, context_length=8, kv_type="f32") as runner:
+        assert [each for each in runner.warnings if "hc_attn_norm weights are centred on" in each]
+
+
+def test_streams_without_a_gpu_kernel_are_refused(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
+    spec = spec_of(make_model("qwen4exp", quant="F32", tokenizer=False))
+    check_supported(spec)
+    with pytest.raises(UnsupportedError, match="4 residual streams of 4096 values: up to 8, 12288 values"):
+        check_supported(replace(spec, hidden_size=4096))
