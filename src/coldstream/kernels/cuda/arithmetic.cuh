@@ -62,21 +62,6 @@ __device__ __forceinline__ float exact_softplus(float x) {
 
 __device__ __forceinline__ float inverse_sqrt(float x) { return 1.0f / sqrtf(x); }
 
-__device__ __forceinline__ float exact_softplus(float x) {
-  const float t = exact_exp(-fabsf(x));
-  const float s = t / (2.0f + t);
-  const float z = s * s;
-  float r = 1.0f / 15.0f;
-  r = __fmaf_rn(r, z, 1.0f / 13.0f);
-  r = __fmaf_rn(r, z, 1.0f / 11.0f);
-  r = __fmaf_rn(r, z, 1.0f / 9.0f);
-  r = __fmaf_rn(r, z, 1.0f / 7.0f);
-  r = __fmaf_rn(r, z, 1.0f / 5.0f);
-  r = __fmaf_rn(r, z, 1.0f / 3.0f);
-  r = __fmaf_rn(r, z, 1.0f);
-  return (x > 0.0f ? x : 0.0f) + (2.0f * s) * r;
-}
-
 // The final order of every sum: eight accumulators to one, sixteen to one.
 __device__ __forceinline__ float sum_of_eight(const float* p) {
   return ((p[0] + p[4]) + (p[2] + p[6])) + ((p[1] + p[5]) + (p[3] + p[7]));

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from coldstream.kernels.arithmetic import reference as exact
-from coldstream.kernels.gated_delta_net.exact import softplus
+from coldstream.kernels.arithmetic.reference import softplus
 from coldstream.kernels.ops import PLAIN_RULE, ChoiceRule
 
 # Added to the sum of the chosen weights, as the code of GLM-4.5 and DeepSeek-V3 does. It changes no sum of
