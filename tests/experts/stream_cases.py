@@ -80,6 +80,8 @@ class Prompts:
         self.x = torch.zeros(CHUNK, SIZE)
         self.ids = torch.zeros(CHUNK, RANKS, dtype=torch.int32)
         self.places = torch.zeros(CHUNK + 2, RANKS, dtype=torch.int32)
+        self.guess = torch.zeros(CHUNK, RANKS, dtype=torch.int32)
+        self.guesses: list[int] | None = None  # experts that all tokens are guessed to choose; None: any
         self.only: list[int] | None = None  # the experts that routers may choose
 
     def into_ring(self, refuses: Callable[[Pieces], bool]) -> Callable[[Pieces], bool]:
@@ -116,8 +118,8 @@ class Prompts:
             assert all(places.start <= ends[i] - counts[i] and ends[i] <= places.stop for i in mine)
             computed.extend(mine)
 
-        places = self.places[: rows + 2]
-        self.stream.share_out(layer, rows, compute, places)
+        places, guess = self.places[: rows + 2], self._guess(layer + 1, rows)
+        self.stream.share_out(layer, rows, compute, places, guess)
         elsewhere = self.stream.answer(places)
         resident = self.stream.resident[layer].copy()
         assert len(set(computed)) == len(computed)
@@ -142,6 +144,19 @@ class Prompts:
         self.device.queue(
             "combine", reads=[range_of(elsewhere.rows), range_of(elsewhere.ids)], effect=combine
         )
+
+    def _guess(self, layer: int, rows: int) -> torch.Tensor | None:
+        """Queues a guess at the choice of a layer, right or wrong."""
+        if not self.stream.guesses(layer, rows):
+            return None
+        among = np.arange(NUM_EXPERTS) if self.guesses is None else np.array(self.guesses)
+        ids, guessed = self.guess[:rows], self.rng.choice(among, (rows, RANKS))
+
+        def route(operation: Operation) -> None:
+            ids.numpy()[:] = guessed
+
+        self.device.queue("guess", writes=[range_of(ids)], effect=route)
+        return ids
 
     def _compute(self, layer: int, groups: Sequence[StagedGroup]) -> None:
         """Reads all of the groups."""

@@ -197,6 +197,26 @@ def test_copies_ahead_are_those_of_the_experts_that_the_last_step_chose(path: Pa
         prompts.stream.end_step()
 
 
+def test_copies_ahead_are_those_that_are_guessed_in_a_step_that_need_not_want_all(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuPart, "choose", lambda part, rows: False)
+    with prompts_of(path, seed=1) as prompts:
+        stream = prompts.stream
+        stream.resident[:] = False
+        prompts.only, likely = [0, 1, 2], [NUM_EXPERTS - 3, NUM_EXPERTS - 2, NUM_EXPERTS - 1]
+        prompts.step(MAX_CPU_ROWS + 1)
+        prompts.guesses = likely
+        stream.start_step(MAX_CPU_ROWS)
+        for layer in range(NUM_LAYERS):
+            ahead = [expert for group in stream._waiting for expert in group.experts]
+            assert bool(ahead) == (layer > 0)
+            assert len(set(ahead) & set(likely)) == min(len(ahead), len(likely))
+            prompts._layer(layer, MAX_CPU_ROWS)
+        prompts.device.current.synchronize()
+        stream.end_step()
+
+
 @any_schedule
 @given(seed=seeds, first=st.integers(0, 20), registers=st.booleans())
 def test_ex01_a_copy_refused_twice_is_an_error_and_the_next_step_is_right(

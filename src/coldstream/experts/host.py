@@ -26,8 +26,8 @@ class HostExperts:
     """The experts of one model, and threads that compute them when a mailbox asks.
 
     `mailbox` is for decode steps, in which the GPU asks. `bulk` is for up to `max_rows` rows of a prefill, in
-    which the host asks. wanted_ids: int32 [chunk_size, K], the expert ids of a prefill step. pool: None if
-    the file is mapped.
+    which the host asks. wanted_ids: int32 [chunk_size, K], the expert ids of a prefill step; guessed_ids:
+    int32 [max_rows, K], those that the next layer will probably choose. pool: None if the file is mapped.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class HostExperts:
         self.max_rows = len(bulk.x)
         ranks = bulk.ids.shape[1]
         self.wanted_ids = allocations.page_locked((chunk_size, ranks), "int32")
+        self.guessed_ids = allocations.page_locked((self.max_rows, ranks), "int32")
         self._registered: dict[int, RegisteredMemory | None] = {}
         self._begun: dict[int, Future[RegisteredMemory | None]] = {}  # by address, until they are asked for
         self._lock: FileLock | None = None  # of what is in `_begun`

@@ -5,8 +5,8 @@ it has arrived. Its buffer is reused behind that.
 
 When the router has run, the host knows how many tokens chose each expert. Experts of the most tokens go over
 the bus, those of the fewest to the CPU, so that both end together. Where a step is faster without the CPU,
-all go over the bus. While layer l ends and the mixer of l + 1
-runs, the first groups of l + 1 are already being copied.
+all go over the bus. While layer l ends and the mixer of l + 1 runs, the first groups of l + 1 are already
+being copied: those that its router chooses for the input of l.
 """
 
 import time
@@ -27,6 +27,7 @@ from coldstream.experts.staging import LayerShape, RingShape, StagingCopy, Stagi
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.array import DeviceArray, unowned
 from coldstream.kernels.cuda.runtime import allocations, copies, graphs, streams
+from coldstream.kernels.cuda.skinny_shapes import MAX_GEMV_ROWS
 from coldstream.kernels.experts.cuda_layer import stacks_of
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.experts.place_group import place_group_cuda
@@ -126,7 +127,9 @@ class ExpertStream:
         self.resident = np.zeros((0, 0), bool)
         self.counters = StreamCounters(0)
         self._side = streams.Stream()
-        self._ids_there, self._x_there, self._ids_back = (streams.Event() for _ in range(3))
+        self._ids_there, self._x_there, self._ids_back, self._guess_there = (
+            streams.Event() for _ in range(4)
+        )
         self._answered = allocations.page_locked((2,), "int32")  # `Mailbox.done` with an answer in time
         self._answered[0] = 1
         self._asked: _Request | None = None  # of the CPU, the last one
@@ -218,10 +221,26 @@ class ExpertStream:
         kinds = self.resident.any(axis=1).astype(np.uint8) + self.resident.all(axis=1)
         return self._with_cpu, kinds.tobytes()
 
-    def share_out(self, layer: int, tokens: int, compute: Compute, places: DeviceArray) -> None:
+    def guesses(self, layer: int, tokens: int) -> bool:
+        """Whether a step of so many rows guesses at the experts of `layer`, to copy them ahead.
+
+        A longer step wants all of them.
+        """
+        is_missing_some = layer < len(self._layers) and not self.resident[layer].all()
+        return is_missing_some and tokens <= self._host.max_rows
+
+    def share_out(
+        self,
+        layer: int,
+        tokens: int,
+        compute: Compute,
+        places: DeviceArray,
+        guess: DeviceArray | None,
+    ) -> None:
         """Has the missing experts of a layer, for the ids given to `ask`, computed by the GPU and the CPU.
 
-        `compute` queues the work of staged groups. places: see `answer`; it was there before `ask`. Raises
+        `compute` queues the work of staged groups. places: see `answer`; it was there before `ask`. guess:
+        int32 [T, K], experts that the next layer's router would choose; None: it is not known. Raises
         ModelChangedError, DeviceError.
         """
         if graphs.recording() is not None and self._begun is not None:
@@ -255,13 +274,25 @@ class ExpertStream:
                 self._cpu_share.learn_cpu(
                     before.rows, before.of_experts, before.expert_bytes, self._asked.seconds - before.seconds
                 )
+        last = self._x_there
         if self._with_cpu:
             self._send_places(places, tokens)
+            last = self._ids_back
+        if guess is not None:
+            self._bring_guess(guess)
+            last = self._guess_there
         self._learn_bus()
         self._lookahead.learn(len(self._moving), self._shape.count)
         self._stream(layer, streamed, counts, tokens <= MAX_SHORT_ROWS, compute)
-        self._begin_ahead(layer + 1)
-        streams.current_stream().wait_event(self._ids_back if self._with_cpu else self._x_there)
+        self._begin_ahead(layer + 1, None if guess is None else tokens)
+        streams.current_stream().wait_event(last)
+
+    def _bring_guess(self, guess: DeviceArray) -> None:
+        """Queues the copy of a guess to the host."""
+        self._side.wait_stream(streams.current_stream())
+        with streams.on_stream(self._side):
+            copies.to_host(self._host.guessed_ids[: len(guess)], guess.data_ptr())
+            self._guess_there.record(self._side)
 
     def _send_places(self, places: DeviceArray, tokens: int) -> None:
         """Queues the copy of the CPU's pairs to the device, where many blocks read them.
@@ -384,13 +415,20 @@ class ExpertStream:
         first = tuple(begin + offset for offset in shape.offsets(len(group.experts)))
         return StagedGroup(group.experts, first, shape.sizes)
 
-    def _begin_ahead(self, layer: int) -> None:
-        """Begins copies for a layer whose router has not run: the experts of most tokens in the last step."""
+    def _begin_ahead(self, layer: int, guessed: int | None) -> None:
+        """Begins copies for a layer whose router has not run: the experts of most tokens in so many rows of
+        the guess, or without one in the last step.
+        """
         if layer >= len(self._layers):
             return
         most = self._layers[layer].capacity(self._shape.buffer_bytes)
         most *= min(self._lookahead.count, self._ring.num_free)
-        experts = likely_order(self._wanted[layer], ~self.resident[layer], self._with_cpu)[:most]
+        counts = self._wanted[layer]
+        if guessed is not None:
+            self._guess_there.synchronize()
+            ids = self._host.guessed_ids[:guessed].reshape(-1)
+            counts = np.bincount(ids, minlength=len(counts))
+        experts = likely_order(counts, ~self.resident[layer], self._with_cpu)[:most]
         for group in self._groups_of(layer, experts):
             self._begin(layer, group)
 
@@ -438,6 +476,7 @@ class PrefillExperts:
         places = self._device.empty(tokens + 2, ranks, dtype="int32")
         if stream is not None:
             graphs.between(partial(stream.ask, unowned(x.values), unowned(routing.ids)))
+        guess = self._guess(x, layer + 1)
         shared = self._kernels.shared(x, weights)
         num_experts = len(weights.gate.addresses)
         tables = tuple(self._device.empty(num_experts, dtype="int64") for _ in range(MATRICES))
@@ -452,7 +491,8 @@ class PrefillExperts:
             nothing = StagedGroup((0,), (0,) * MATRICES, (0,) * MATRICES)
             self._compute_groups(tables, products, [nothing], pairs.places)
             return ExpertOutputs(pairs.routed, shared, routing)
-        share = partial(self._share_out, stream, layer, unowned(places), tuple(map(unowned, tables)))
+        known = None if guess is None else unowned(guess)  # whose memory is kept until it is copied
+        share = partial(self._share_out, stream, layer, unowned(places), known, tuple(map(unowned, tables)))
         if (recording := graphs.recording()) is not None:
             # All places each time: a graph has no other ones for each group.
             again = partial(products, pairs.places)
@@ -461,17 +501,31 @@ class PrefillExperts:
             share(products)
         return ExpertOutputs(pairs.routed, shared, routing, stream.answer(places))
 
+    def _guess(self, x: Activations, layer: int) -> DeviceArray | None:
+        """The experts that the router of `layer` chooses for an earlier layer's input, int32 [T, K]; None:
+        there is nothing to copy ahead.
+        """
+        tokens = x.shape[0]
+        exists = layer < len(self._tables.layers) and tokens > MAX_GEMV_ROWS
+        if not exists or (self.stream is not None and not self.stream.guesses(layer, tokens)):
+            return None
+        router = replace(self._tables.routers[layer], shared_gate=None)
+        ids: DeviceArray = self._kernels.route(x, router).ids
+        return ids
+
     def _share_out(
         self,
         stream: ExpertStream,
         layer: int,
         places: DeviceArray,
+        guess: DeviceArray | None,
         tables: Sequence[DeviceArray],
         products: Callable[[slice], None],
     ) -> None:
         """tables: int64 [experts], by matrix, for the addresses of staged experts. `products` multiplies by
         those that have one."""
-        stream.share_out(layer, len(places) - 2, partial(self._compute_groups, tables, products), places)
+        compute = partial(self._compute_groups, tables, products)
+        stream.share_out(layer, len(places) - 2, compute, places, guess)
 
     def _compute_groups(
         self,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,9 @@ from tree_cases import CONTEXT
 from coldstream.errors import DeviceError
 from coldstream.experts.cpu_part import CpuPart
 from coldstream.experts.prefill import ExpertStream
+from coldstream.kernels.cuda.activations import as_floats
+from coldstream.kernels.cuda.array import DeviceArray
+from coldstream.kernels.cuda.contents import read
 from coldstream.kernels.cuda.runtime.graphs import Pieces
 from coldstream.models.cuda.limits import padded_rows
 from random_residency import RandomResidency
@@ -129,3 +133,36 @@ def test_the_first_step_of_a_way_and_the_one_that_is_recorded_are_not_compared_w
             check(runner, plain, ROWS, first=number)
             ways.pop(0)
     assert learned == [(True, 1), (True, 2), (False, 3)]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_is_guessed_is_what_the_next_router_chooses_for_this_layers_input(
+    path: Path, plain: OneSequence, replays: list[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps of any way, also where some experts have slots. The last layer has no next one."""
+    ask, share_out, inputs, guesses = ExpertStream.ask, ExpertStream.share_out, [], []
+
+    def asked(stream: ExpertStream, x: DeviceArray, ids: DeviceArray) -> None:
+        ask(stream, x, ids)
+        inputs.append(read(x))
+
+    def shared_out(stream: ExpertStream, layer: int, tokens: int, *rest: Any) -> None:
+        guesses.append(None if rest[-1] is None else read(rest[-1]))
+        share_out(stream, layer, tokens, *rest)
+
+    monkeypatch.setattr(ExpertStream, "ask", asked)
+    monkeypatch.setattr(ExpertStream, "share_out", shared_out)
+    with open_partly(path, 0.3, context_length=CONTEXT, chunk_size=ROWS) as runner:
+        routers = [
+            read(as_floats(each.gate)) for each in runner.runner._loaded.ops.model_executor.tables.routers
+        ]
+        for number in range(4):
+            inputs.clear(), guesses.clear()
+            check(runner, plain, ROWS, first=number)
+            assert guesses[-1] is None
+            assert len(guesses) == len(routers)
+            for x, router, guess in zip(inputs, routers[1:], guesses, strict=False):
+                logits = x.astype(np.float64) @ router.T
+                chosen = np.argsort(-logits, axis=1)[:, : guess.shape[1]]
+                assert np.array_equal(np.sort(guess, axis=1), np.sort(chosen, axis=1))
+        assert replays
