@@ -23,7 +23,7 @@ from bench.results import ROOT, write_result
 from coldstream.assets import demo_model_path
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
-from coldstream.kernels.ops import ExpertWeights, RouterWeights, Routing
+from coldstream.kernels.ops import RouterWeights
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kernels.sequences import Rows
 from coldstream.kvcache.cache import ModelCache
@@ -42,10 +42,10 @@ class SeenOps(ReferenceOps):
         super().__init__()
         self.seen: list[tuple[torch.Tensor, RouterWeights, torch.Tensor]] = []
 
-    def router(self, x: Any, weights: RouterWeights, experts: ExpertWeights) -> Routing:
-        routing = super().router(x, weights, experts)
-        self.seen.append((x.clone(), weights, routing.ids.clone()))
-        return routing
+    def choose_experts(self, x: torch.Tensor, weights: RouterWeights) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, topk_weights = super().choose_experts(x, weights)
+        self.seen.append((x.clone(), weights, ids.clone()))
+        return ids, topk_weights
 
 
 def chosen(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -57,7 +57,7 @@ def measure(ops: SeenOps, distance: int, num_experts: int) -> dict[str, float]:
     """Over all layers that are guessed at."""
     right = uses = right_rare = rare = guessed_rare = 0
     for (x, _, _), (_, weights, ids) in zip(ops.seen, ops.seen[distance:], strict=False):
-        guess = chosen(ops.choose_experts(x, weights)[0], num_experts)
+        guess = chosen(ReferenceOps().choose_experts(x, weights)[0], num_experts)
         real = chosen(ids, num_experts)
         recent = torch.zeros_like(real)
         for back in range(1, RECENT + 1):

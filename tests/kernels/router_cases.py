@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from coldstream.kernels.ops import ChoiceRule, RouterSpec
 
 EXPERTS = [4, 7, 31, 32, 33, 64, 200, 256, 300, 512, 1024]
-# Of published models, with few experts: Laguna and GLM-4.5, gpt-oss, Qwen1.5-MoE, DeepSeek-V3, DeepSeek-V4.
+# Of published models, with few experts: Laguna and GLM-4.5, gpt-oss, Qwen1.5-MoE, DeepSeek-V2 to V4, Gemma 4.
 PUBLISHED = {
     "laguna": RouterSpec("sigmoid", selection_bias=True, scale=2.5),
     "gpt-oss": RouterSpec("softmax of the chosen", bias=True),
@@ -16,6 +16,7 @@ PUBLISHED = {
     "deepseek-v2": RouterSpec(normalised=False, scale=16.0, num_groups=8, num_used_groups=3),
     "deepseek-v3": RouterSpec("sigmoid", selection_bias=True, scale=2.5, num_groups=8, num_used_groups=4),
     "deepseek-v4": RouterSpec("square root of softplus", selection_bias=True, scale=1.5),
+    "gemma4": RouterSpec(expert_scale=True),
 }
 
 
@@ -42,7 +43,13 @@ def rule_of(spec: RouterSpec, experts: int, generator: torch.Generator, disabled
         values[-1] = 0.25
         return values
 
-    return ChoiceRule(spec, vector() if spec.bias else None, vector() if spec.selection_bias else None)
+    scale = 0.5 + torch.rand(experts, generator=generator)
+    return ChoiceRule(
+        spec,
+        bias=vector() if spec.bias else None,
+        selection_bias=vector() if spec.selection_bias else None,
+        expert_scale=scale if spec.expert_scale else None,
+    )
 
 
 @st.composite
@@ -62,6 +69,7 @@ def choices(draw: st.DrawFn) -> tuple[torch.Tensor, int, ChoiceRule]:
         scale=draw(st.sampled_from([1.0, 2.5])),
         num_groups=groups,
         num_used_groups=used,
+        expert_scale=draw(st.booleans()),
     )
     rule = rule_of(spec, experts, generator, draw(st.sampled_from([0.0, 0.3, 0.9])))
     return logits, draw(st.integers(1, min(16, used * experts // groups))), rule
@@ -93,4 +101,5 @@ def meant(logits: torch.Tensor, count: int, rule: ChoiceRule) -> tuple[list[int]
         weights = [math.exp(each - max(weights)) for each in weights]
     if spec.gating == "softmax of the chosen" or spec.normalised:
         weights = [each / sum(weights) for each in weights]
-    return ids, [each * spec.scale for each in weights]
+    own = [1.0 if rule.expert_scale is None else float(rule.expert_scale[e]) for e in ids]
+    return ids, [each * spec.scale * scale for each, scale in zip(weights, own, strict=True)]

@@ -59,13 +59,14 @@ def test_published_rules_mean_what_they_should(choose: Any, name: str) -> None:
         ("deepseek-v3", {"num_groups": 1, "num_used_groups": 1}),
         ("deepseek-v3", {"num_used_groups": 3}),
         ("deepseek-v4", {"gating": "sigmoid"}),
+        ("gemma4", {"expert_scale": False}),
     ],
 )
 def test_every_property_changes_a_choice(name: str, changes: dict[str, Any]) -> None:
     """So that the comparison above, and those below, fail without it."""
     logits, rule = example(PUBLISHED[name])
     other = replace(rule, spec=replace(rule.spec, **changes))
-    dropped = {field: None for field in ("bias", "selection_bias") if field in changes}
+    dropped = {field: None for field in ("bias", "selection_bias", "expert_scale") if field in changes}
     other = replace(other, **dropped)
     one, another = (choose_experts_exact(logits, RANKS, each) for each in (rule, other))
     assert not torch.allclose(one[1], another[1], rtol=1e-3) or not torch.equal(one[0], another[0])

@@ -134,8 +134,12 @@ class ComposedOps(ABC):
     def ffn(self, x: Array, weights: FfnWeights) -> Array:
         return ffn_of_products(self, x, weights)
 
-    def router(self, x: Array, weights: RouterWeights, experts: ExpertWeights) -> Routing:
-        ids, topk_weights = self.choose_experts(x, weights)
+    def router(
+        self, x: Array, weights: RouterWeights, experts: ExpertWeights, residual: Array = None
+    ) -> Routing:
+        has_own = weights.input_norm is not None
+        read = self.rms_norm(residual, weights.input_norm, weights.eps) if has_own else x
+        ids, topk_weights = self.choose_experts(read, weights)
         shared = None if weights.shared_gate is None else self.linear(x, (weights.shared_gate,))[0]
         return Routing(ids, topk_weights, shared)
 

@@ -157,10 +157,14 @@ class CpuOps(ComposedOps):
         """Has `mapped_file` return a mapping that exists already."""
         self._maps[file, shard] = mapped
 
-    def load_float_weight(self, file: GGUFFile, info: TensorInfo) -> _csrc.Weight:
-        if info.quant_type in (QuantType.F32, QuantType.F16, QuantType.BF16):
+    def load_float_weight(
+        self, file: GGUFFile, info: TensorInfo, scales: Array | None = None
+    ) -> _csrc.Weight:
+        if scales is None and info.quant_type in (QuantType.F32, QuantType.F16, QuantType.BF16):
             return self.load_weight(file, info)
         values = self.read_values(file, info)
+        if scales is not None:
+            values *= scales
         return _csrc.Weight.from_array(values.reshape(-1).view(np.uint8), int(QuantType.F32), *info.shape)
 
     def read_values(self, file: GGUFFile, info: TensorInfo) -> Array:

@@ -257,10 +257,20 @@ class CudaOps(CudaProducts):
         readers = self.zeroed("delta net replay", len(layers), layers[0].weights.num_key_heads)
         self.launch(delta_net_replay_cuda, layers, path, readers)
 
-    def router(self, x: Activations, weights: RouterWeights, experts: ExpertWeights) -> Routing:
-        norm = x.before
+    def router(
+        self,
+        x: Activations,
+        weights: RouterWeights,
+        experts: ExpertWeights,
+        residual: DeviceArray | None = None,
+    ) -> Routing:
+        norm, has_own = x.before, weights.input_norm is not None
         is_ours = self.executor is self.model_executor
-        if norm is not None and not (is_ours and MoeKernels.routes_at_once(x.shape[0], weights.shared_gate)):
+        if norm is not None and is_ours and MoeKernels.routes_at_once(x.shape[0], weights.shared_gate):
+            assert not has_own or norm.eps == weights.eps, "one norm with two weights"
+            x = replace(x, before=replace(norm, is_unweighted=has_own))
+            return self.executor.route(x, weights, experts)
+        if norm is not None:
             x = replace(x, before=None)
             self.launch(
                 add_rms_norm_cuda,
@@ -272,6 +282,10 @@ class CudaOps(CudaProducts):
                 x.values,
                 x.quantised,
             )
+        if has_own:
+            own = self.empty(*x.shape)
+            self.launch(rms_norm_cuda, residual, weights.input_norm, weights.eps, own, None)
+            x = replace(x, for_router=own)
         return self.executor.route(x, weights, experts)
 
     def experts(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:

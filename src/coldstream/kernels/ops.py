@@ -201,6 +201,8 @@ class RouterSpec:
     scale: float = 1.0  # of the weights, after that
     num_groups: int = 1  # of experts that follow each other; a group counts the sum of its two best
     num_used_groups: int = 1  # the best groups, from which experts are chosen
+    expert_scale: bool = False  # the weight of an expert is also multiplied by a number of its own
+    own_input: bool = False  # it reads a norm of the residual stream, and not what experts read
 
 
 @dataclass(frozen=True)
@@ -210,11 +212,13 @@ class ChoiceRule:
     spec: RouterSpec = RouterSpec()
     bias: Array = None  # [experts]; None without one, as those below
     selection_bias: Array = None  # [experts]
+    expert_scale: Array = None  # [experts]
 
     @property
     def is_plain(self) -> bool:
         """Whether weights are a softmax over all experts, renormalised."""
-        return self.spec == RouterSpec() and self.bias is None and self.selection_bias is None
+        vectors = self.bias, self.selection_bias, self.expert_scale
+        return self.spec == RouterSpec() and all(vector is None for vector in vectors)
 
 
 PLAIN_RULE = ChoiceRule()
@@ -228,6 +232,15 @@ class RouterWeights:
     shared_gate: Weight  # [1, E]; None without a shared expert, or for one of weight 1
     num_experts_per_tok: int
     rule: ChoiceRule = PLAIN_RULE
+    # [E], ones. With it the router reads the `rms_norm` of the residual stream, of which `gate` has the
+    # weights; None: it reads what experts read.
+    input_norm: Array = None
+    eps: float = 0.0  # of that norm
+
+    def __post_init__(self) -> None:
+        has_own = self.input_norm is not None
+        if has_own != self.rule.spec.own_input or (has_own and self.shared_gate is not None):
+            raise ValueError("a router with an input of its own has a norm for it, and no gate beside it")
 
 
 @dataclass(frozen=True)
@@ -308,8 +321,13 @@ class Ops(Protocol):
     def map_weight(self, file: GGUFFile, info: TensorInfo) -> Weight:
         """A matrix, or a stack of them [experts, out, in], of which a token reads a part: left in place."""
 
-    def load_float_weight(self, file: GGUFFile, info: TensorInfo) -> Weight:
-        """A matrix [out, in] as float32 values, whatever its type: where products must not be quantised."""
+    def load_float_weight(
+        self, file: GGUFFile, info: TensorInfo, scales: np.ndarray[Any, Any] | None = None
+    ) -> Weight:
+        """A matrix [out, in] as float32 values, whatever its type: where products must not be quantised.
+
+        scales: float32 [in], by which its columns are multiplied.
+        """
 
     def read_values(self, file: GGUFFile, info: TensorInfo) -> np.ndarray[Any, Any]:
         """A small tensor of any type as float32, in its logical shape, in the host's memory."""
@@ -410,10 +428,13 @@ class Ops(Protocol):
     def ffn(self, x: Array, weights: FfnWeights) -> Array | ExpertOutputs:
         """down(silu(gate x) · up x): [T, E] → [T, E], or as outputs of one expert of weight 1."""
 
-    def router(self, x: Array, weights: RouterWeights, experts: ExpertWeights) -> Routing:
+    def router(
+        self, x: Array, weights: RouterWeights, experts: ExpertWeights, residual: Array = None
+    ) -> Routing:
         """The choice by the products of x and `weights.gate`, as `kernels/router/reference.py` defines it.
 
-        experts: those to choose from.
+        experts: those to choose from, which read x. residual: the residual stream that x is a norm of, for
+        routers with an `input_norm`; these read its norm in place of x.
         """
 
     def experts(self, x: Array, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:

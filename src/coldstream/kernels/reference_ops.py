@@ -85,8 +85,11 @@ class ReferenceOps(ComposedOps):
     def map_weight(self, file: GGUFFile, info: TensorInfo) -> Weight:
         return self.load_weight(file, info)
 
-    def load_float_weight(self, file: GGUFFile, info: TensorInfo) -> torch.Tensor:
-        return dequantize(read_tensor(file, info))
+    def load_float_weight(
+        self, file: GGUFFile, info: TensorInfo, scales: np.ndarray[Any, Any] | None = None
+    ) -> torch.Tensor:
+        values = dequantize(read_tensor(file, info))
+        return values if scales is None else values * torch.from_numpy(scales)
 
     def read_values(self, file: GGUFFile, info: TensorInfo) -> np.ndarray[Any, Any]:
         values: np.ndarray[Any, Any] = dequantize(read_tensor(file, info)).numpy()

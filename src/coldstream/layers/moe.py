@@ -13,7 +13,10 @@ class MoeWeights:
     experts: ExpertWeights
 
 
-def moe(ops: Ops, x: Array, weights: MoeWeights) -> ExpertOutputs:
-    """Every chosen expert's output for x [T, E], which `Ops.add_norm` sums into the residual stream."""
-    routing = ops.router(x, weights.router, weights.experts)
+def moe(ops: Ops, x: Array, weights: MoeWeights, residual: Array = None) -> ExpertOutputs:
+    """Every chosen expert's output for x [T, E], which `Ops.add_norm` sums into the residual stream.
+
+    residual: the residual stream that x is a norm of, for routers that read a norm of their own.
+    """
+    routing = ops.router(x, weights.router, weights.experts, residual)
     return ops.experts(x, routing, weights.experts)

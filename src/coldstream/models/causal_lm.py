@@ -124,7 +124,9 @@ class CausalLM:
             del inputs
             residual, normed = update(ops, residual, mixed, block.ffn_norm, eps, for_router=routes)
             del mixed
-            residual, normed = update(ops, residual, self.feed_forward(block, normed), next_norm, eps)
+            mixed = self.feed_forward(block, normed, values_of(residual))
+            residual, normed = update(ops, residual, mixed, next_norm, eps)
+            del mixed
             on_layer(layer, values_of(residual))
         return normed
 
@@ -168,8 +170,8 @@ class CausalLM:
         assert not isinstance(state, AttentionState)
         return gated_delta_net(self.ops, inputs, block.mixer, state.conv_state, state.state)
 
-    def feed_forward(self, block: Block, x: Array) -> Array | ExpertOutputs:
-        """The FFN of a block on normed x [T, E]: what `Ops.add_norm` adds to the residual stream."""
+    def feed_forward(self, block: Block, x: Array, residual: Array) -> Array | ExpertOutputs:
+        """The FFN of a block on x [T, E], a norm of `residual`, to which `Ops.add_norm` adds the result."""
         if isinstance(block.ffn, MoeWeights):
-            return moe(self.ops, x, block.ffn)
+            return moe(self.ops, x, block.ffn, residual)
         return self.ops.ffn(x, block.ffn)

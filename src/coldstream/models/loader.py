@@ -210,13 +210,30 @@ class Loader:
             gate = replace(gate, shape=(1, self.spec.hidden_size))
             shared_gate = self.ops.load_weight(self.file, gate)
         router, name = spec.router, f"{prefix}ffn_gate_inp"
+        ones = np.ones(self.spec.hidden_size, np.float32)
         return RouterWeights(
-            gate=self.ops.load_float_weight(self.file, self.file.tensors[f"{name}.weight"]),
+            gate=self.ops.load_float_weight(
+                self.file,
+                self.file.tensors[f"{name}.weight"],
+                self._input_scales(name) if router.own_input else None,
+            ),
             shared_gate=shared_gate,
             num_experts_per_tok=spec.num_experts_per_tok,
+            input_norm=self.ops.float_array(ones) if router.own_input else None,
+            eps=self.spec.rms_norm_eps,
             rule=ChoiceRule(
                 router,
                 bias=self.vector(f"{name}.bias") if router.bias else None,
                 selection_bias=self.vector(f"{prefix}exp_probs_b.bias") if router.selection_bias else None,
+                expert_scale=self.vector(f"{prefix}ffn_down_exps.scale") if router.expert_scale else None,
             ),
         )
+
+    def _input_scales(self, name: str) -> np.ndarray:
+        """What a router's own input is multiplied by, behind its norm: its weight takes them over.
+
+        So the router of a later layer, which has others, reads the same input.
+        """
+        scale = self.ops.read_values(self.file, self.file.tensors[f"{name}.scale"])
+        self.vectors[f"{name}.scale"] = scale
+        return scale * np.float32(self.spec.hidden_size**-0.5)

@@ -9,6 +9,7 @@ import pytest
 from builders import SMALL, make_model, write_model
 from coldstream.errors import UnsupportedError
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.ops import RouterSpec
 from coldstream.models.read_spec import read_spec
 from coldstream.models.spec.hyperparameters import Hyperparameters
 from coldstream.models.spec.kernel_support import check_kernels
@@ -36,6 +37,7 @@ CHOICES: list[tuple[type, dict[str, Any], str]] = [
     (AttentionSpec, {"causal": False}, "causal False, supported: causal attention"),
     (MoeSpec, {"activation": "clamped swiglu"}, "activation clamped swiglu, supported: swiglu"),
     (MoeSpec, {"bias": True}, "expert bias True"),
+    (MoeSpec, {"router": RouterSpec(own_input=True)}, "router's own input True, supported: one without"),
 ]
 # Likewise, with values that kernels compute besides those of the model below.
 COMPUTED: list[tuple[type, dict[str, Any]]] = [
@@ -47,7 +49,7 @@ COMPUTED: list[tuple[type, dict[str, Any]]] = [
 ]
 SIZES = {
     AttentionSpec: {"num_heads", "num_kv_heads", "head_dim", "rope"},
-    MoeSpec: {"num_experts", "num_experts_per_tok", "ffn_size", "shared_ffn_size", "router"},
+    MoeSpec: {"num_experts", "num_experts_per_tok", "ffn_size", "shared_ffn_size"},
 }
 
 

@@ -13,6 +13,7 @@ from coldstream.errors import InconsistentError, ModelFormatError, UnsupportedEr
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.ops import RouterSpec, RouterWeights
 from coldstream.kernels.reference_ops import ReferenceOps
+from coldstream.models.architectures.tensor_table import validate_tensors
 from coldstream.models.loader import Loader
 from coldstream.models.read_spec import read_spec
 from coldstream.models.spec.hyperparameters import Hyperparameters
@@ -154,3 +155,24 @@ def test_other_biases_that_are_not_finite_are_refused(tmp_path: Path, value: flo
 
 def test_a_plain_router_has_no_vectors(tmp_path: Path) -> None:
     assert load_router(tmp_path, RouterSpec(), {}).rule.is_plain
+
+
+def test_scales_of_a_router_are_no_scales_of_weights(tmp_path: Path) -> None:
+    """Those of other names still are: an NVFP4 file has them."""
+    model = make_model("qwen3moe", dims=SMALL, quant="F32", tokenizer=False)
+    with GGUFFile.open(write_model(tmp_path / "plain.gguf", model)[0]) as file:
+        plain = read_spec(file.metadata, file.tensors)
+    spec = with_layers(plain, MoeSpec, router=RouterSpec(own_input=True, expert_scale=True))
+    for layer in range(spec.num_layers):
+        model.tensors[f"blk.{layer}.ffn_gate_inp.scale"] = np.ones(SMALL.hidden, np.float32)
+        model.tensors[f"blk.{layer}.ffn_down_exps.scale"] = np.ones(SMALL.experts, np.float32)
+    with GGUFFile.open(write_model(tmp_path / "model.gguf", model)[0]) as file:
+        assert validate_tensors(spec, file.tensors) == ()
+        with pytest.raises(UnsupportedError, match="an NVFP4 file"):
+            validate_tensors(plain, file.tensors)
+    model.tensors["blk.0.ffn_up_exps.scale"] = np.ones(SMALL.experts, np.float32)
+    with (
+        GGUFFile.open(write_model(tmp_path / "other.gguf", model)[0]) as file,
+        pytest.raises(UnsupportedError, match=r"ffn_up_exps\.weight \(an NVFP4 file\)"),
+    ):
+        validate_tensors(spec, file.tensors)

@@ -19,6 +19,7 @@ class Activations:
     values: DeviceArray  # float32 [T, K]
     quantised: QuantActivations
     before: NormBefore | None = None  # what the router's launch has to compute them from, if it has to
+    for_router: DeviceArray | None = None  # float32 [T, K], what the router reads in place of the values
 
     @property
     def shape(self) -> tuple[int, ...]:

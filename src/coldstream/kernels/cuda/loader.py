@@ -82,12 +82,15 @@ class CudaLoader:
             write(blocks, read_rows(file, info, row_ids))
         return QuantTensor.from_bytes(blocks, info.quant_type, shape)
 
-    def load_float_weight(self, file: GGUFFile, info: TensorInfo) -> QuantTensor:
+    def load_float_weight(
+        self, file: GGUFFile, info: TensorInfo, scales: np.ndarray[Any, Any] | None = None
+    ) -> QuantTensor:
         """As F32, the only type that its kernel reads."""
         if self.planning:
             values = self.memory.persistent(info.shape, "float32")
         else:
-            values = self.float_array(self.read_values(file, info))
+            read = self.read_values(file, info)
+            values = self.float_array(read if scales is None else read * scales)
         return QuantTensor.from_bytes(as_type(values, "uint8"), QuantType.F32, info.shape)
 
     def read_values(self, file: GGUFFile, info: TensorInfo) -> np.ndarray[Any, Any]:

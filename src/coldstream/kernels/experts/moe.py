@@ -106,18 +106,14 @@ class MoeKernels:
 
         x has nothing to be computed `before` unless this `routes_at_once`.
         """
-        gate, shared_gate, count, rule = (
-            weights.gate,
-            weights.shared_gate,
-            weights.num_experts_per_tok,
-            weights.rule,
-        )
+        gate, shared_gate, count = weights.gate, weights.shared_gate, weights.num_experts_per_tok
         assert isinstance(gate, QuantTensor)
-        device, num_rows = self.device, x.shape[0]
+        device, num_rows, rule = self.device, x.shape[0], weights.rule
         ids = device.empty(num_rows, count, dtype="int32")
         topk_weights = device.empty(num_rows, count)
+        read = x if x.for_router is None else replace(x, values=x.for_router)
         if not self.routes_at_once(num_rows, shared_gate):
-            logits, *shared = device.linear(x, (gate,) if shared_gate is None else (gate, shared_gate))
+            logits, *shared = device.linear(read, (gate,) if shared_gate is None else (gate, shared_gate))
             device.launch(router_choose_cuda, logits, ids, topk_weights, device.step_positions, rule)
             if sharing is not None:
                 self._share_out(ids, x, sharing)
@@ -128,8 +124,10 @@ class MoeKernels:
         logits, arrivals = device.empty(num_rows, gate.shape[0]), device.zeroed("router", 1)
         buffers = RouterBuffers(ids, topk_weights, out, logits, arrivals)
         behind = sharing if num_rows > 1 else None  # for a launch behind the router's
+        if sharing is not None and read is not x:
+            sharing.x = x.values.data_ptr()
         device.launch(
-            router_gemv_cuda, x.values, as_floats(gate), shared_weight, buffers,
+            router_gemv_cuda, read.values, as_floats(gate), shared_weight, buffers,
             begin_of(behind) if behind else sharing, ahead, x.before, rule,
         )  # fmt: skip
         if behind:

@@ -98,6 +98,7 @@ struct Sharing {
   Staging staging;      // for several tokens
   Prefetched prefetched;
   PrefetchNotes notes;
+  const float* x;  // what experts read of the only token; null: what its router reads
 
   __device__ __forceinline__ uint32_t layer() const { return (request & 0xffff) - 1; }
 };

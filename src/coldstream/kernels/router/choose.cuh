@@ -16,6 +16,7 @@ enum Gating : int { softmax = 1, sigmoid = 2, softmax_of_chosen = 3, root_of_sof
 struct ChoiceRule {
   const float* bias;            // [num_experts], of the logits
   const float* selection_bias;  // [num_experts]
+  const float* expert_scale;    // [num_experts], or null for 1
   float scale;
   int gating;
   int is_normalised;

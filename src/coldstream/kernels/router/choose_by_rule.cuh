@@ -159,7 +159,7 @@ __device__ __forceinline__ int choose_by_rule(const ChoiceRule& rule, const floa
   const float weight = weigh(rule, value_of(values, id), out.count);
   if (lane >= out.count) return 0;
   out.ids[lane] = id;
-  out.weights[lane] = weight;
+  out.weights[lane] = rule.expert_scale ? weight * rule.expert_scale[id] : weight;
   return id;
 }
 

@@ -55,8 +55,8 @@ class _ChoiceRule(ctypes.Structure): ...
 def _rule_of(rule: ChoiceRule, num_experts: int) -> _ChoiceRule:
     """For kernels. ValueError for vectors or groups that do not fit so many experts."""
     spec = rule.spec
-    for name, vector in (("bias", rule.bias), ("selection_bias", rule.selection_bias)):
-        if vector is not None:
+    for name in ("bias", "selection_bias", "expert_scale"):
+        if (vector := getattr(rule, name)) is not None:
             check_array(name, vector, "float32")
             if tuple(vector.shape) != (num_experts,) or not vector.is_contiguous():
                 raise ValueError(f"{name} of shape {tuple(vector.shape)} for {num_experts} experts")
@@ -71,6 +71,7 @@ def _rule_of(rule: ChoiceRule, num_experts: int) -> _ChoiceRule:
     return _ChoiceRule(
         bias=_address(rule.bias),
         selection_bias=_address(rule.selection_bias),
+        expert_scale=_address(rule.expert_scale),
         scale=spec.scale,
         gating=_NUMBERS[spec.gating],
         is_normalised=spec.normalised,
@@ -104,7 +105,8 @@ class NormBefore:
     """The norm of a sum that a router's launch computes first: `add_rms_norm_cuda` for the router's x.
 
     x, update: float32 [T, E]; total [T, E] is none of them. weight: float32 [E]. quantised: the norm's codes,
-    which are written beside the router's x.
+    which are written beside the router's x. is_unweighted: the router, which has a rule, multiplies the norm
+    without its weights; the norm with them is written all the same.
     """
 
     x: DeviceArray
@@ -113,6 +115,7 @@ class NormBefore:
     weight: DeviceArray
     eps: float
     quantised: QuantActivations
+    is_unweighted: bool = False
 
     @staticmethod
     def is_supported(num_tokens: int, cols: int) -> bool:
@@ -137,6 +140,7 @@ class NormBefore:
             sum=self.total.data_ptr(),
             norm=Norm(weight=self.weight.data_ptr(), cols=shape[1], padded=shape[1], eps=self.eps),
             out=NormOutputs(y=out.data_ptr(), q=q.data_ptr(), scales=scales.data_ptr(), sums=sums.data_ptr()),
+            is_unweighted=self.is_unweighted,
         )
 
 

@@ -15,6 +15,7 @@ struct Norming {
   float* sum;           // [tokens, cols], neither of the two
   Norm norm;            // cols are a multiple of 256
   NormOutputs out;
+  int is_unweighted;  // the router's x is the norm without its weights; read for routers with a rule
 };
 
 // A warp's first group of columns, of those of all tokens one after the other.
@@ -26,13 +27,14 @@ __device__ __forceinline__ bool writes_token(int t) { return int(blockIdx.x) == 
 
 // Writes the norms of all tokens to `rows` in shared memory, `stride` floats apart, by the whole block of
 // `threads`. first_weights: those of `first_group`, loaded before any wait.
-template <int threads>
+template <int threads, bool has_rule>
 __device__ __forceinline__ void stage_norms(const Norming& from, int num_tokens, float* rows, int stride,
                                             Eight first_weights) {
   __shared__ float scales[max_normed_tokens];
   constexpr int num_warps = threads / warp_size;
   const Norm& norm = from.norm;
   const int warp = threadIdx.x / warp_size, num_groups = norm.padded / group_elements;
+  const Eight ones = {{1.0f, 1.0f, 1.0f, 1.0f}, {1.0f, 1.0f, 1.0f, 1.0f}};
 #pragma unroll 1
   for (int t = 0; t < num_tokens; t++) {
     const int64_t begin = int64_t(t) * norm.cols;
@@ -55,9 +57,14 @@ __device__ __forceinline__ void stage_norms(const Norming& from, int num_tokens,
     const int t = i / num_groups, group = i - t * num_groups;
     float* row = rows + t * stride;
     const Eight w = i == warp ? first_weights : load_eight<true>(norm.weight, group, norm.cols);
+    const Eight x = load_eight<true>(row, group, norm.cols);
     float y[8];
-    scale_eight(load_eight<true>(row, group, norm.cols), scales[t], w, y);
-    store_eight<true>(row, group, norm.cols, y);
+    if (has_rule && from.is_unweighted) {
+      scale_eight(x, scales[t], ones, y);
+      store_eight<true>(row, group, norm.cols, y);
+    }
+    scale_eight(x, scales[t], w, y);
+    if (!has_rule || !from.is_unweighted) store_eight<true>(row, group, norm.cols, y);
     if (!writes_token(t)) continue;
     store_eight<true>(from.out.y + int64_t(t) * norm.cols, group, norm.cols, y);
     store_group(quantize_group(y), quant_row(from.out.q, from.out.scales, from.out.sums, t, norm.padded),

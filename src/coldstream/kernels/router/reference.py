@@ -71,7 +71,8 @@ def _choose(
         weights = functions.softmax(weights)
     elif spec.normalised:
         weights = weights / (functions.total(weights) + SUM_EPSILON)
-    return ids, weights * spec.scale
+    weights = weights * spec.scale
+    return ids, weights if rule.expert_scale is None else weights * rule.expert_scale[ids.long()]
 
 
 def _of_best_groups(scores: torch.Tensor, num_groups: int, num_used_groups: int) -> torch.Tensor:

@@ -104,7 +104,7 @@ struct Shares {
 
 // The products of the warp's token with its two rows, each in the lanes of its half. The one thread for which
 // `begins` is not null writes there when x was available. norms: x is what `norming` makes, of one chunk.
-template <bool aligned, bool norms>
+template <bool aligned, bool norms, bool has_rule>
 __device__ __forceinline__ float multiply(const float* x, int x_stride, const Norming& norming,
                                           const Shares& shares, const Weights& weights, const Ahead& ahead,
                                           uint64_t* begins) {
@@ -130,7 +130,7 @@ __device__ __forceinline__ float multiply(const float* x, int x_stride, const No
       if (begins) *begins = now_ns();
     }
     if constexpr (norms)
-      stage_norms<block_threads>(norming, shares.num_tokens, shared_x, chunk, norm_weights);
+      stage_norms<block_threads, has_rule>(norming, shares.num_tokens, shared_x, chunk, norm_weights);
 #pragma unroll 1
     for (int t = 0; !norms && t < shares.num_tokens; t++) {
       stage<aligned>(shared_x + t * chunk, x + int64_t(t) * x_stride, begin, size, weights.cols);
@@ -166,7 +166,8 @@ __global__ void __launch_bounds__(block_threads)
   if (blockIdx.x == 0) bring_slots_near(sharing, ahead.hints, weights.num_experts);
   const bool keeps_time = sharing.stamps && blockIdx.x == 0 && threadIdx.x == 0;
   uint64_t* begins = keeps_time ? &sharing.stamps->router.begins : nullptr;
-  const float product = multiply<aligned, norms>(x, x_stride, norming, shares, weights, ahead, begins);
+  const float product =
+      multiply<aligned, norms, has_rule>(x, x_stride, norming, shares, weights, ahead, begins);
   const int row = blockIdx.x * shares.num_rows + shares.row(), token = shares.token();
   if (shares.row() < shares.num_rows && threadIdx.x % 16 == 0) {
     if (row < weights.num_experts) out.logits[token * weights.num_experts + row] = product;
@@ -193,7 +194,8 @@ __global__ void __launch_bounds__(block_threads)
         choose<per_lane, has_rule>(is_guess ? ahead.rule : rule, logits + place * weights.num_experts,
                                    weights.num_experts, scratch, choice);
     if (!is_guess && sharing.request) {
-      is_asked = share_out(sharing, id, out.count, x, weights.cols);
+      const float* read_by_experts = has_rule && sharing.x ? sharing.x : x;
+      is_asked = share_out(sharing, id, out.count, read_by_experts, weights.cols);
     }
     if (is_guess && ahead.hints.words) write_hints(ahead.hints, id, out.count);
   }

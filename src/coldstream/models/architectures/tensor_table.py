@@ -77,7 +77,7 @@ def validate_tensors(
     UnsupportedError for one within a block whose meaning is unknown. They name `path`, the tensor, where it
     lies and both shapes. Reads nothing.
     """
-    _refuse_scaled_weights(tensors, path)
+    _refuse_scaled_weights(spec, tensors, path)
     known: set[str] = set()
     for requirement in _requirements(spec):
         known.update(_check(requirement, tensors, path))
@@ -125,11 +125,15 @@ def _check(requirement: Requirement, tensors: Mapping[str, TensorInfo], path: Pa
     return whole[0]
 
 
-def _refuse_scaled_weights(tensors: Mapping[str, TensorInfo], path: Path) -> None:
-    """NVFP4 files keep a factor of each weight in a tensor beside it; products without it would be wrong."""
+def _refuse_scaled_weights(spec: ModelSpec, tensors: Mapping[str, TensorInfo], path: Path) -> None:
+    """NVFP4 files keep a factor of each weight in a tensor beside it; products without it would be wrong.
+
+    Tensors of these names that belong to the model are read.
+    """
+    own = {name for requirement in _requirements(spec) for group in requirement for name in group}
     for name, info in tensors.items():
         stem = name.removesuffix(".scale").removesuffix(".input_scale")
-        if stem != name and f"{stem}.weight" in tensors:
+        if stem != name and name not in own and f"{stem}.weight" in tensors:
             problem = (
                 f"scales {stem}.weight (an NVFP4 file), which is not supported: choose another quantisation"
             )

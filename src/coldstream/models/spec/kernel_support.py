@@ -65,6 +65,9 @@ def _ffn_fields(spec: MoeSpec | DenseFfnSpec) -> Iterator[_LayerField]:
     if isinstance(spec, DenseFfnSpec):
         return
     yield _LayerField("expert bias", spec.bias, not spec.bias, "experts without biases")
+    own = spec.router.own_input
+    is_alone = not own or spec.shared != "gated"
+    yield _LayerField("router's own input", own, is_alone, "one without the gate of a shared expert")
 
 
 def _check_alike(layers: Sequence[LayerSpec], keys: Hyperparameters) -> None:

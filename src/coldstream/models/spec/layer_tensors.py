@@ -160,6 +160,8 @@ def _moe_tensors(spec: MoeSpec, hidden: int) -> tuple[Requirement, ...]:
         "ffn_down_exps.weight": (experts, hidden, size),
         **({"ffn_gate_inp.bias": (experts,)} if spec.router.bias else {}),
         **({"exp_probs_b.bias": (experts,)} if spec.router.selection_bias else {}),
+        **({"ffn_gate_inp.scale": (hidden,)} if spec.router.own_input else {}),
+        **({"ffn_down_exps.scale": (experts,)} if spec.router.expert_scale else {}),
     }
     return ((split, fused), *each(others), *_shared_expert_tensors(spec, hidden))
 

@@ -141,11 +141,12 @@ Gating gating_of(const std::string& name) {
 
 // The vectors of a `ChoiceRule` of ops.py.
 struct RuleVectors {
-  std::optional<Array1d> bias, selection_bias;
+  std::optional<Array1d> bias, selection_bias, expert_scale;
 
   static RuleVectors of(const nb::object& record) {
     return {field<std::optional<Array1d>>(record, "bias"),
-            field<std::optional<Array1d>>(record, "selection_bias")};
+            field<std::optional<Array1d>>(record, "selection_bias"),
+            field<std::optional<Array1d>>(record, "expert_scale")};
   }
 };
 
@@ -158,6 +159,7 @@ ChoiceRule rule_of(const nb::object& record, const RuleVectors& vectors, int64_t
       .gating = gating_of(field<std::string>(spec, "gating")),
       .bias = optional(vectors.bias, "bias"),
       .selection_bias = optional(vectors.selection_bias, "selection_bias"),
+      .expert_scale = optional(vectors.expert_scale, "expert_scale"),
       .is_normalised = field<bool>(spec, "normalised"),
       .scale = field<float>(spec, "scale", true),
       .num_groups = field<int64_t>(spec, "num_groups"),

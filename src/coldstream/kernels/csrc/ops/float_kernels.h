@@ -129,6 +129,7 @@ struct ChoiceRule {
   Gating gating = Gating::softmax;
   const float* bias = nullptr;            // [n], of the logits
   const float* selection_bias = nullptr;  // [n]
+  const float* expert_scale = nullptr;    // [n], or null for 1
   bool is_normalised = true;
   float scale = 1.0f;
   int64_t num_groups = 1, num_used_groups = 1;

@@ -163,4 +163,6 @@ static void choose_experts(const ChoiceRule& rule, float* logits, float* scores,
     for (int64_t i = 0; i < k; i++) weights[i] /= divisor;
   }
   for (int64_t i = 0; i < k; i++) weights[i] *= rule.scale;
+  if (rule.expert_scale == nullptr) return;
+  for (int64_t i = 0; i < k; i++) weights[i] *= rule.expert_scale[ids[i]];
 }
