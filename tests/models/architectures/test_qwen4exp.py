@@ -109,7 +109,7 @@ def test_the_spec_of_a_file(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
     assert spec.layer_kinds == ("delta_net", "delta_net", "delta_net", "attention")
     assert spec.hyper_connections == HyperConnectionSpec(num_streams=4, rank=16)
     assert spec.indexer == IndexerSpec(num_heads=2, head_dim=8, top_k=2048, block_size=4)
-    assert (spec.attentions[0].output_gate, spec.moe.shared) == (True, "gated")
+    assert (spec.attentions[0].output_gate, spec.moe.shared) == ("query", "gated")
     assert (spec.delta_net.output_gate, spec.delta_net.value_heads_grouped) == ("sigmoid", False)
     assert spec_of(tiny(nextn=True)).num_nextn_layers == 1
 

@@ -36,7 +36,7 @@ def _layers(keys: Hyperparameters) -> tuple[LayerSpec, ...]:
         problem = f"{keys.value('ple.layers')}, supported: none, as n-gram embeddings are not computed yet"
         raise keys.error(UnsupportedError, "ple.layers", problem)
     indexer = _indexer(keys)
-    attentions = read_attention(keys, output_gate=True, qk_norm="head")
+    attentions = read_attention(keys, output_gate="query", qk_norm="head")
     for rope_dims in {attention.rope.num_dims for attention in attentions}:
         check_sections(keys.keys, keys.architecture, rope_dims)
     attentions = tuple(replace(attention, indexer=indexer) for attention in attentions)
