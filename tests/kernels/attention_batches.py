@@ -122,13 +122,22 @@ class Kind:
     """What heads have of their own, apart from windows."""
 
     output_gate: OutputGate = "query"
+    has_norms: bool = True
+    v_norm: bool = False
+    scale: float | None = None
 
 
 USUAL = Kind()
 
 
 def some_kinds() -> st.SearchStrategy[Kind]:
-    return st.builds(Kind, output_gate=st.sampled_from(GATES))
+    return st.builds(
+        Kind,
+        output_gate=st.sampled_from(GATES),
+        has_norms=st.booleans(),
+        v_norm=st.booleans(),
+        scale=st.sampled_from([None, 1.0, 0.3]),
+    )
 
 
 @dataclass(frozen=True)
@@ -170,8 +179,13 @@ class BatchCase:
 
     def layer(self) -> AttentionHeads:
         generator = torch.Generator().manual_seed(self.seed + 1)
+        kind = self.kind
         norms = [torch.randn(self.heads[2], generator=generator) + 1 for _ in "qk"]
-        return AttentionHeads(*norms, 1e-6, self.kind.output_gate, self.window)
+        if not kind.has_norms:
+            norms = [None, None]
+        return AttentionHeads(
+            *norms, 1e-6, kind.output_gate, self.window, scale=kind.scale, v_norm=kind.v_norm
+        )
 
     def caches(self) -> Caches:
         """In blocks; the rows' own places hold NaN too."""

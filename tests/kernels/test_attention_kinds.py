@@ -19,18 +19,24 @@ def plain_attention(case: BatchCase) -> torch.Tensor:
     inputs, heads, (num_heads, num_kv_heads, head_dim) = case.inputs(), case.layer(), case.heads
     num_rows, angles, gate_kind = len(inputs.key), inputs.angles.double(), case.kind.output_gate
 
-    def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.rms_norm(x, (head_dim,), weight.double(), heads.eps)
+    def normed(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(
+            x, (head_dim,), None if weight is None else weight.double(), heads.eps
+        )
 
     query, gate = inputs.query_gate.double().view(num_rows, num_heads, -1), inputs.gate
     if gate_kind == "query":
         query, gate = query[..., :head_dim], query[..., head_dim:]
     key, value = (x.double().view(num_rows, num_kv_heads, head_dim) for x in (inputs.key, inputs.value))
-    query, key = rotate(normed(query, heads.q_norm), angles), rotate(normed(key, heads.k_norm), angles)
+    if case.kind.has_norms:
+        query, key = normed(query, heads.q_norm), normed(key, heads.k_norm)
+    value = normed(value, None) if case.kind.v_norm else value
+    query, key = rotate(query, angles), rotate(key, angles)
     key, value = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (key, value))
     distance = torch.arange(num_rows).unsqueeze(-1) - torch.arange(num_rows)
     is_seen = (distance >= 0) & (distance < (num_rows if case.window is None else case.window))
-    scores = torch.einsum("qhd,khd->hqk", query, key) / head_dim**0.5
+    scores = torch.einsum("qhd,khd->hqk", query, key)
+    scores = scores / head_dim**0.5 if case.kind.scale is None else scores * case.kind.scale
     weights = torch.softmax(scores.masked_fill(~is_seen, -torch.inf), dim=-1)
     output = torch.einsum("hqk,khd->qhd", weights, value)
     if gate_kind == "query":
@@ -40,7 +46,7 @@ def plain_attention(case: BatchCase) -> torch.Tensor:
     return output.flatten(1)
 
 
-@pytest.mark.parametrize(("cache_name", "tolerance"), [("f32", 1e-5), ("i16", 2e-3), ("i8", 0.3)])
+@pytest.mark.parametrize(("cache_name", "tolerance"), [("f32", 1e-5), ("i16", 2e-3), ("i8", 0.2)])
 @settings(max_examples=15)
 @given(st.integers(1, 40), some_kinds(), st.sampled_from(WINDOWS), st.integers(0, 99))
 def test_both_definitions_are_near_plain_softmax_attention(
@@ -51,7 +57,7 @@ def test_both_definitions_are_near_plain_softmax_attention(
     exact, *_ = case.expected()
     floats = attention(case.inputs(), case.layer(), case.caches(), case.rows())
     for found in (exact, floats):
-        torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
+        assert (found - expected).norm() <= tolerance * expected.norm()
 
 
 @pytest.mark.sharded

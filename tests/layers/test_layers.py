@@ -135,6 +135,16 @@ def test_attention_joins_its_projections(output_gate: OutputGate, window: int | 
     torch.testing.assert_close(caches[1], (x @ v.T).reshape(1, 5, G, D))
 
 
+def test_values_without_a_projection_are_the_raw_keys() -> None:
+    q, k, out, x = matrices((H * D, E), (G * D, E), (E, H * D), (5, E))
+    heads = AttentionHeads(torch.ones(D), torch.ones(D), 1e-6, "none")
+    weights = AttentionWeights(q, k, None, out, heads, RopeSpec(2, 1e4))
+    inputs = project_attention(ReferenceOps(), x, weights, torch.ones(5, 1, 2))
+    torch.testing.assert_close(inputs.key, x @ k.T)
+    torch.testing.assert_close(inputs.value, x @ k.T)
+    assert inputs.gate is None
+
+
 def test_gated_delta_net_joins_its_projections() -> None:
     ops = ReferenceOps()
     channels = 2 * NK * d + NV * d

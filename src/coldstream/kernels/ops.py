@@ -150,11 +150,13 @@ class AttentionInputs:
 class AttentionHeads:
     """What the heads of a layer have of their own. A new property of attention is a field here."""
 
-    q_norm: Array  # [D]
+    q_norm: Array  # [D]; None with k_norm: queries and keys are not normed
     k_norm: Array  # [D]
     eps: float
     output_gate: OutputGate = "query"
     window: int | None = None  # positions that a row attends to at most, its own included; None: all
+    scale: float | None = None  # of scores; None: 1 / sqrt(D)
+    v_norm: bool = False  # whether each head of the values is RMS-normed, without a weight
 
 
 @dataclass(frozen=True)
@@ -396,11 +398,11 @@ class Ops(Protocol):
     def attention(self, inputs: AttentionInputs, heads: AttentionHeads, caches: Caches, rows: Rows) -> Array:
         """Causal attention: [T, H·D].
 
-        Queries and keys are RMS-normed per head, then rotated by `inputs.angles`; keys and values are written
-        into the caches at `rows`. Each row attends to positions 0 … its own of its sequence, in a batch to
-        the committed positions, its ancestors and itself; with a window only to the last `heads.window` of
-        these positions. Scale 1/sqrt(D); the result is multiplied as `heads.output_gate` says. Mutates both
-        caches.
+        Queries and keys are RMS-normed per head where there are norms, then rotated by `inputs.angles`; keys
+        and values are written into the caches at `rows`. Each row attends to positions 0 … its own of its
+        sequence, in a batch to the committed positions, its ancestors and itself; with a window only to the
+        last `heads.window` of these positions. The result is multiplied as `heads.output_gate` says. Mutates
+        both caches.
         """
 
     def gated_delta_net(

@@ -23,7 +23,7 @@ class AttentionWeights:
 
     attn_q: Weight  # [H · 2 · D, E], or [H · D, E]
     attn_k: Weight  # [G · D, E]
-    attn_v: Weight  # [G · D, E]
+    attn_v: Weight  # [G · D, E]; None: values are the raw keys
     attn_output: Weight  # [E, H · D]
     heads: AttentionHeads
     rope: RopeSpec
@@ -32,12 +32,10 @@ class AttentionWeights:
 
 def project_attention(ops: Ops, x: Array, weights: AttentionWeights, angles: Array) -> AttentionInputs:
     """The inputs of `attention` for x [T, E]. angles: by `weights.rope`."""
-    projections = (weights.attn_q, weights.attn_k, weights.attn_v)
-    if weights.attn_gate is not None:
-        query, key, value, gate = ops.linear(x, (*projections, weights.attn_gate))
-        return AttentionInputs(query, key, value, angles, gate)
-    query_gate, key, value = ops.linear(x, projections)
-    return AttentionInputs(query_gate, key, value, angles)
+    optional = [weight for weight in (weights.attn_v, weights.attn_gate) if weight is not None]
+    query_gate, key, *others = ops.linear(x, (weights.attn_q, weights.attn_k, *optional))
+    value = key if weights.attn_v is None else others[0]
+    return AttentionInputs(query_gate, key, value, angles, None if weights.attn_gate is None else others[-1])
 
 
 def attention(

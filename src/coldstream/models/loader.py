@@ -136,24 +136,30 @@ class Loader:
         )
 
     def attention(self, prefix: str, spec: AttentionSpec) -> AttentionWeights:
-        attn_q, attn_k, attn_v = self.parts(
+        sizes = {"attn_q": spec.query_rows, "attn_k": spec.kv_dim, "attn_v": spec.kv_dim}
+        if spec.values_are_keys:
+            del sizes["attn_v"]
+        attn_q, attn_k, *attn_v = self.parts(
             self.weight,
-            (f"{prefix}attn_q", f"{prefix}attn_k", f"{prefix}attn_v"),
+            tuple(f"{prefix}{name}" for name in sizes),
             fused=f"{prefix}attn_qkv",
-            sizes=(spec.query_rows, spec.kv_dim, spec.kv_dim),
+            sizes=tuple(sizes.values()),
         )
+        has_norms = spec.qk_norm == "head"
         return AttentionWeights(
             attn_q=attn_q,
             attn_k=attn_k,
-            attn_v=attn_v,
+            attn_v=None if spec.values_are_keys else attn_v[0],
             attn_output=self.weight(f"{prefix}attn_output"),
             attn_gate=self.weight(f"{prefix}attn_gate") if spec.gate_rows else None,
             heads=AttentionHeads(
-                q_norm=self.vector(f"{prefix}attn_q_norm.weight"),
-                k_norm=self.vector(f"{prefix}attn_k_norm.weight"),
+                q_norm=self.vector(f"{prefix}attn_q_norm.weight") if has_norms else None,
+                k_norm=self.vector(f"{prefix}attn_k_norm.weight") if has_norms else None,
                 eps=self.spec.rms_norm_eps,
                 output_gate=spec.output_gate,
                 window=spec.window,
+                scale=spec.scale,
+                v_norm=spec.v_norm,
             ),
             rope=spec.rope,
         )

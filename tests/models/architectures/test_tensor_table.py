@@ -108,6 +108,14 @@ def test_gates_of_attention_have_rows_or_a_tensor(
     assert shapes.get("attn_gate.weight") == (None if gate_rows is None else (gate_rows, 64))
 
 
+def test_attention_may_lack_norms_and_a_projection_of_values() -> None:
+    spec = AttentionSpec(6, 2, 16, RopeSpec(16, 1e4), values_are_keys=True)
+    split, *others = attention_tensors(spec, 64)
+    assert [set(group) for group in split] == [{"attn_q.weight", "attn_k.weight"}, {"attn_qkv.weight"}]
+    assert split[1]["attn_qkv.weight"] == ((6 * 16 + 2 * 16, 64),)
+    assert [set(group) for (group,) in others] == [{"attn_output.weight"}]
+
+
 @pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize("arch", ["qwen35", "qwen35moe"])
 def test_gg11_every_tensor_is_required(load_spec: LoadSpec, arch: str) -> None:

@@ -29,10 +29,8 @@ Opened = tuple[ModelSpec, Hyperparameters]
 
 # Every field that is a choice and not a size, with a value that no kernel computes.
 CHOICES: list[tuple[type, dict[str, Any], str]] = [
-    (AttentionSpec, {"qk_norm": "none"}, "q/k norm none, supported: a norm of each head"),
-    (AttentionSpec, {"qk_norm": "projection"}, "q/k norm projection"),
+    (AttentionSpec, {"qk_norm": "projection"}, "q/k norm projection, supported: none, or a norm of each"),
     (AttentionSpec, {"bias": True}, "bias True"),
-    (AttentionSpec, {"scale": 0.5}, "scale 0.5"),
     (AttentionSpec, {"sinks": True}, "sinks True"),
     (AttentionSpec, {"causal": False}, "causal False, supported: causal attention"),
     (MoeSpec, {"activation": "clamped swiglu"}, "activation clamped swiglu, supported: swiglu"),
@@ -41,6 +39,10 @@ CHOICES: list[tuple[type, dict[str, Any], str]] = [
 ]
 # Likewise, with values that kernels compute besides those of the model below.
 COMPUTED: list[tuple[type, dict[str, Any]]] = [
+    (AttentionSpec, {"qk_norm": "none"}),
+    (AttentionSpec, {"scale": 0.5}),
+    (AttentionSpec, {"v_norm": True}),
+    (AttentionSpec, {"values_are_keys": True}),
     *((AttentionSpec, {"output_gate": gate}) for gate in ("none", "head", "element")),
     (AttentionSpec, {"window": 128}),
     (AttentionSpec, {"indexer": IndexerSpec(2, 8, 64, 4)}),  # in contexts that need none

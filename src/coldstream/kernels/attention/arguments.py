@@ -36,7 +36,7 @@ class AttentionShape:
     @classmethod
     def of(cls, inputs: AttentionInputs, heads: AttentionHeads, caches: Caches) -> "AttentionShape":
         """The sizes of a layer's tensors."""
-        head_dim = heads.q_norm.shape[0]
+        head_dim = inputs.key.shape[1] // caches.k.shape[2]
         num_heads = inputs.query_gate.shape[1] // (2 * head_dim if heads.output_gate == "query" else head_dim)
         cache_type = CacheLayout.of(caches.k, head_dim)
         return cls(num_heads, caches.k.shape[2], head_dim, cache_type, heads.output_gate)

@@ -20,6 +20,8 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+import numpy as np
+
 from coldstream.errors import UnsupportedError
 from coldstream.kernels.attention.arguments import (
     AttentionShape,
@@ -152,8 +154,6 @@ class IntegerKernels:
             query_gate=inputs.query_gate.data_ptr(),
             key=inputs.key.data_ptr(),
             value=inputs.value.data_ptr(),
-            q_norm=heads.q_norm.data_ptr(),
-            k_norm=heads.k_norm.data_ptr(),
             angles=inputs.angles.data_ptr(),
             query=queries.codes.data_ptr(),
             query_scales=queries.scales.data_ptr(),
@@ -167,8 +167,12 @@ class IntegerKernels:
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             rope_half=inputs.angles.shape[-2],
+            v_norm=heads.v_norm,
             eps=heads.eps,
+            query_scale=query_scale(shape, heads),
         )
+        if heads.q_norm is not None:
+            arguments.q_norm, arguments.k_norm = heads.q_norm.data_ptr(), heads.k_norm.data_ptr()
         blocks = -(-(shape.num_heads + 2 * shape.num_kv_heads) // PREPARE_HEADS)
         self._only_kernel(PREPARE).launch(
             (num_rows, blocks, 1), PREPARE_THREADS, (arguments,), overlap=overlaps(num_rows)
@@ -224,6 +228,11 @@ class IntegerKernels:
     def _only_kernel(self, file: str) -> Kernel:
         program = self.programs[file]
         return program.kernel(program.instances[0])
+
+
+def query_scale(shape: AttentionShape, heads: AttentionHeads) -> float:
+    """What queries are multiplied by, with the bits of the written arithmetic."""
+    return float(1 / np.sqrt(np.float32(shape.head_dim))) if heads.scale is None else heads.scale
 
 
 def kind_of(

@@ -22,8 +22,7 @@ from coldstream.kernels.arithmetic.reference import (
 from coldstream.kernels.attention.cache_types import CacheType
 from coldstream.kernels.attention.chunks import BLOCK_SIZE, CHUNK_SIZE
 from coldstream.kernels.attention.exact_integers import IntegerHeads
-from coldstream.kernels.attention.reference import finish, split_gate
-from coldstream.kernels.dequantize.integer_blocks import grouped
+from coldstream.kernels.attention.reference import finish, normed_heads, split_gate
 from coldstream.kernels.ops import AttentionHeads, AttentionInputs, Caches, Rows
 from coldstream.kernels.rms_norm.reference import rms_norm_exact
 from coldstream.kernels.rope.reference import rotate_exact
@@ -78,17 +77,15 @@ def attention_exact(
     inputs: AttentionInputs, heads: AttentionHeads, caches: Caches, rows: Rows
 ) -> torch.Tensor:
     """See `reference.attention`. Mutates both caches."""
-    num_kv_heads = caches.k.shape[-2]
-    head_dim = inputs.key.shape[-1] // num_kv_heads
+    head_dim = inputs.key.shape[-1] // caches.k.shape[-2]
     cache_type = CacheType.of(caches.k, head_dim)
     query, gate = split_gate(inputs, head_dim, heads)
-    query = rotate_exact(rms_norm_exact(query, heads.q_norm, heads.eps), inputs.angles)
-    query = query * inverse_sqrt(constant(head_dim))
-    key = grouped(inputs.key, num_kv_heads, head_dim)
-    key = rotate_exact(rms_norm_exact(key, heads.k_norm, heads.eps), inputs.angles)
+    query, key, value = normed_heads(query, inputs, heads, rms_norm_exact)
+    query, key = (rotate_exact(x, inputs.angles) for x in (query, key))
+    query = query * (inverse_sqrt(constant(head_dim)) if heads.scale is None else constant(heads.scale))
     where = written(rows)
     caches.k[where] = cache_type.encode(key)
-    caches.v[where] = cache_type.encode(grouped(inputs.value, num_kv_heads, head_dim))
+    caches.v[where] = cache_type.encode(value)
     query = cache_type.rotate_query(query)
     outputs = [query[:0]]
     for row, (q, position) in enumerate(zip(query, rows.positions.tolist(), strict=True)):

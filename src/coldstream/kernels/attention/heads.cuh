@@ -26,10 +26,11 @@ struct NewHead {
   }
 };
 
-// x · (1 / rms) · weight into shared memory: one of the sixteen accumulators a lane.
+// x · (1 / rms) · weight into shared memory: one of the sixteen accumulators a lane. weight: null for ones.
+// Without a norm x stays as it is.
 template <int head_dim>
-__device__ __forceinline__ void norm_head(const float* x, const float* weight, float eps, int lane,
-                                          float* out) {
+__device__ __forceinline__ void norm_head(const float* x, bool has_norm, const float* weight, float eps,
+                                          int lane, float* out) {
   constexpr int steps = (head_dim + lanes_per_head - 1) / lanes_per_head;
   float values[steps];
   float squares = 0.0f;
@@ -40,11 +41,11 @@ __device__ __forceinline__ void norm_head(const float* x, const float* weight, f
     squares = __fmaf_rn(values[step], values[step], squares);
   }
   const float mean = sum_of_sixteen_lanes(squares, 1) / float(head_dim);
-  const float scale = inverse_sqrt(mean + eps);
+  const float scale = has_norm ? inverse_sqrt(mean + eps) : 1.0f;
 #pragma unroll
   for (int step = 0; step < steps; step++) {
     const int i = step * lanes_per_head + lane;
-    if (i < head_dim) out[i] = values[step] * scale * weight[i];
+    if (i < head_dim) out[i] = values[step] * scale * (weight ? weight[i] : 1.0f);
   }
 }
 

@@ -9,7 +9,9 @@
 namespace coldstream {
 
 struct PrepareIntegersArguments {
-  const float *query_gate, *key, *value, *q_norm, *k_norm, *angles;
+  const float *query_gate, *key, *value;
+  const float *q_norm, *k_norm;  // [D], or null
+  const float* angles;
   int8_t* query;        // [T, H, 2, D]
   float* query_scales;  // [T, H]
   uint8_t *k_cache, *v_cache;
@@ -17,7 +19,8 @@ struct PrepareIntegersArguments {
   CacheStrides strides;
   int32_t query_gate_stride, key_stride, value_stride;  // elements between rows
   int32_t num_heads, num_kv_heads, rope_half;
-  float eps;
+  int32_t v_norm;  // whether values are normed
+  float eps, query_scale;
 };
 
 constexpr int prepare_threads = 128;
@@ -85,16 +88,16 @@ __global__ void __launch_bounds__(prepare_threads)
   constexpr int query_width = has_gate ? 2 * head_dim : head_dim;
   const auto [unit, kv_head, is_spare, is_query, is_value, x] =
       NewHead::of<head_dim, query_width>(a, row, wanted);
-  norm_head<head_dim>(x, is_query ? a.q_norm : a.k_norm, a.eps, lane, head);
+  const bool has_norm = is_value ? a.v_norm != 0 : a.q_norm != nullptr;
+  norm_head<head_dim>(x, has_norm, is_query ? a.q_norm : is_value ? nullptr : a.k_norm, a.eps, lane, head);
   __syncwarp();
   const float* angles = a.angles + row * a.rope_half * 2;
-  const float query_scale = inverse_sqrt(float(head_dim));
   LaneNumbers<head_dim> values;
 #pragma unroll
   for (int i = 0; i < head_dim / lanes_per_head; i++) {
     const int at = i * lanes_per_head + lane;
-    values[i] = is_value ? x[at] : rotated(head, angles, a.rope_half, at);
-    if (is_query) values[i] *= query_scale;
+    values[i] = is_value ? head[at] : rotated(head, angles, a.rope_half, at);
+    if (is_query) values[i] *= a.query_scale;
   }
   rotate_head<head_dim>(values);
   if (is_query) {

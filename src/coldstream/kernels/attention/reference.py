@@ -1,7 +1,8 @@
 """Causal attention with grouped key/value heads over a cache.
 
-Per head: queries and keys are RMS-normed, then rotated; scores are scaled by 1/sqrt(D); query head h reads
-key/value head h div (H/G); the result is multiplied by a function of its gate, if there is one.
+Per head: queries and keys are RMS-normed, and in some models values; queries and keys are then rotated, and
+scores are scaled, in most models by 1/sqrt(D). Query head h reads key/value head h div (H/G). The result is
+multiplied by a function of its gate, if there is one.
 The cache holds keys after norm and rotation, and values as they are, in one of `cache_types.CACHE_TYPES`.
 Everything else is of floats here, over caches of the integer types too.
 """
@@ -20,16 +21,14 @@ from coldstream.kernels.sequences import is_tree, seen, sequences, written
 
 def attention(inputs: AttentionInputs, heads: AttentionHeads, caches: Caches, rows: Rows) -> torch.Tensor:
     """See `Ops.attention`. Differentiable; mutates both caches."""
-    num_kv_heads = caches.k.shape[-2]
-    head_dim = inputs.key.shape[-1] // num_kv_heads
+    head_dim = inputs.key.shape[-1] // caches.k.shape[-2]
     encode, decode = _codec(caches.k, head_dim)
     query, gate = split_gate(inputs, head_dim, heads)
-    query = rotate(rms_norm(query, heads.q_norm, heads.eps), inputs.angles)
-    key = grouped(inputs.key, num_kv_heads, head_dim)
-    key = rotate(rms_norm(key, heads.k_norm, heads.eps), inputs.angles)
+    query, key, value = normed_heads(query, inputs, heads, rms_norm)
+    query, key = (rotate(x, inputs.angles) for x in (query, key))
     where = written(rows)
     caches.k[where] = encode(key)
-    caches.v[where] = encode(grouped(inputs.value, num_kv_heads, head_dim))
+    caches.v[where] = encode(value)
     outputs = [query[:0]]
     for _, part in sequences(rows):
         # The last row of a chain sees what all of it sees; rows of a tree see what none of the others does.
@@ -39,7 +38,7 @@ def attention(inputs: AttentionInputs, heads: AttentionHeads, caches: Caches, ro
         for each in parts:
             where = seen(rows, each.stop - 1)
             keys, values = (decode(cache[where]) for cache in (caches.k, caches.v))
-            outputs.append(attend(query[each], keys, values, rows.positions[each], heads.window))
+            outputs.append(attend(query[each], keys, values, rows.positions[each], heads))
     output = torch.cat(outputs)
     return finish(output, gate, heads, torch.sigmoid, torch.nn.functional.softplus)
 
@@ -55,6 +54,22 @@ def split_gate(
     if heads.output_gate == "none":
         return query, query[..., :0]
     return query, grouped(inputs.gate, query.shape[1], 1 if heads.output_gate == "head" else head_dim)
+
+
+def normed_heads(
+    query: torch.Tensor,
+    inputs: AttentionInputs,
+    heads: AttentionHeads,
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries [T, H, D], keys and values [T, G, D], those normed that have a norm."""
+    head_dim = query.shape[-1]
+    key, value = (grouped(x, -1, head_dim) for x in (inputs.key, inputs.value))
+    if heads.q_norm is not None:
+        query, key = rms_norm(query, heads.q_norm, heads.eps), rms_norm(key, heads.k_norm, heads.eps)
+    if heads.v_norm:
+        value = rms_norm(value, value.new_ones(head_dim), heads.eps)
+    return query, key, value
 
 
 def finish(
@@ -75,12 +90,13 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     positions: torch.Tensor,
-    window: int | None = None,
+    heads: AttentionHeads,
 ) -> torch.Tensor:
     """Rows [L, H, D] at `positions` [L] of one sequence, over its keys and values [P, G, D]: [L, H, D]."""
     num_rows, num_heads, head_dim = query.shape
+    scale, window = head_dim**-0.5 if heads.scale is None else heads.scale, heads.window
     query = query.reshape(num_rows, key.shape[-2], -1, head_dim)
-    scores = torch.einsum("lgrd,pgd->grlp", query, key.to(query.dtype)) * head_dim**-0.5
+    scores = torch.einsum("lgrd,pgd->grlp", query, key.to(query.dtype)) * scale
     distance = positions.unsqueeze(-1) - torch.arange(key.shape[0])  # [L, P]
     is_outside = (distance < 0) | (distance >= (key.shape[0] if window is None else window))
     weights = scores.masked_fill(is_outside, -torch.inf).softmax(dim=-1)

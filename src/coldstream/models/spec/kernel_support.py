@@ -53,11 +53,11 @@ def check_kernels(layers: Sequence[LayerSpec], keys: Hyperparameters) -> None:
 def _mixer_fields(spec: AttentionSpec | DeltaNetSpec) -> Iterator[_LayerField]:
     if isinstance(spec, DeltaNetSpec):
         return
-    yield _LayerField("q/k norm", spec.qk_norm, spec.qk_norm == "head", "a norm of each head")
+    of_heads = spec.qk_norm in ("none", "head")
+    yield _LayerField("q/k norm", spec.qk_norm, of_heads, "none, or a norm of each head")
     yield _LayerField("bias", spec.bias, not spec.bias, "attention without biases")
     yield _LayerField("causal", spec.causal, spec.causal, "causal attention", ("attention.causal",))
     yield _LayerField("sinks", spec.sinks, not spec.sinks, "attention without sinks")
-    yield _LayerField("scale", spec.scale, spec.scale is None, "1 / sqrt(head size)", ("attention.scale",))
 
 
 def _ffn_fields(spec: MoeSpec | DenseFfnSpec) -> Iterator[_LayerField]:

@@ -75,7 +75,7 @@ def read_attention(
         causal=keys.flag("attention.causal", True),
     )
     full = replace(full, rope=_read_rope(keys, full.head_dim, rotates_whole_heads, yarn))
-    full = replace(full, scale=_read_scale(keys, full.head_dim))
+    _check_scale(keys, full.head_dim)
     windowed = _windowed_blocks(keys, windows)
     of_windows = _with_window(keys, full, windows) if any(windowed) else full
     kinds = [of_windows if flag else full for flag in windowed]
@@ -93,11 +93,11 @@ def _read_head_dim(keys: Hyperparameters) -> int:
     return head_dim
 
 
-def _read_scale(keys: Hyperparameters, head_dim: int) -> float | None:
-    """None for the usual one."""
+def _check_scale(keys: Hyperparameters, head_dim: int) -> None:
+    """Refuses a scale of scores that other programs would not follow in files of these families."""
     scale = keys.number("attention.scale", 0.0, 1e6, 0.0)
-    usual_scale = 1 / math.sqrt(head_dim)
-    return None if scale == 0 or math.isclose(scale, usual_scale, rel_tol=1e-6) else scale
+    if scale != 0 and not math.isclose(scale, 1 / math.sqrt(head_dim), rel_tol=1e-6):
+        raise keys.error(UnsupportedError, "attention.scale", f"{scale}, supported: 1 / sqrt(head size)")
 
 
 def _read_rope(keys: Hyperparameters, head_dim: int, rotates_whole_heads: bool, yarn: YarnRules) -> RopeSpec:

@@ -48,6 +48,8 @@ class AttentionSpec:
     rope: RopeSpec
     output_gate: OutputGate = "none"
     qk_norm: QkNorm = "none"  # RMS norm of queries and keys: of each head, or of the whole projection
+    v_norm: bool = False  # RMS norm of each head of the values, without a weight
+    values_are_keys: bool = False  # no projection of values: they are the keys before norm and rotation
     bias: bool = False  # of the four projections
     scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
     causal: bool = True  # a token sees only those before it and itself

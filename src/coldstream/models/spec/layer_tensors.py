@@ -106,19 +106,14 @@ def ffn_tensors(layer: LayerSpec, hidden: int) -> tuple[Requirement, ...]:
 
 def attention_tensors(spec: AttentionSpec, hidden: int) -> tuple[Requirement, ...]:
     """Projections, fused or apart, gates that have their own, and the norms of queries and keys."""
-    split = together(
-        {
-            "attn_q.weight": (spec.query_rows, hidden),
-            "attn_k.weight": (spec.kv_dim, hidden),
-            "attn_v.weight": (spec.kv_dim, hidden),
-        }
-    )
-    fused = together({"attn_qkv.weight": (spec.query_rows + 2 * spec.kv_dim, hidden)})
-    others = {
-        "attn_output.weight": (hidden, spec.query_dim),
-        "attn_q_norm.weight": (spec.head_dim,),
-        "attn_k_norm.weight": (spec.head_dim,),
-    }
+    shapes = {"attn_q.weight": (spec.query_rows, hidden), "attn_k.weight": (spec.kv_dim, hidden)}
+    if not spec.values_are_keys:
+        shapes["attn_v.weight"] = (spec.kv_dim, hidden)
+    split = together(shapes)
+    fused = together({"attn_qkv.weight": (sum(rows for rows, _ in shapes.values()), hidden)})
+    others: dict[str, Shape] = {"attn_output.weight": (hidden, spec.query_dim)}
+    if spec.qk_norm == "head":
+        others |= {"attn_q_norm.weight": (spec.head_dim,), "attn_k_norm.weight": (spec.head_dim,)}
     if spec.gate_rows:
         others["attn_gate.weight"] = (spec.gate_rows, hidden)
     return ((split, fused), *each(others))

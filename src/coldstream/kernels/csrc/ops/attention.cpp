@@ -224,12 +224,20 @@ class AttentionOp : public Op {
     }
   }
 
+  // weight: null without a norm.
+  void norm(const float* head, const float* weight, float* out) const {
+    if (weight == nullptr) {
+      std::copy_n(head, a_.head_size, out);
+    } else {
+      kernels_.rms_norm(head, weight, a_.eps, out, a_.head_size);
+    }
+  }
+
   void prepare_query(int rows, int64_t row, int64_t head, Worker& w) {
     auto* values = reinterpret_cast<float*>(w.memory->data());
     const float* raw = a_.query_gate.row(row) + head * a_.query_floats();
-    kernels_.rms_norm(raw, a_.q_norm, a_.eps, values, a_.head_size);
-    const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(a_.head_size));
-    kernels_.rope(values, a_.angles.row(row), a_.num_rope_pairs, scale, a_.head_size);
+    norm(raw, a_.q_norm, values);
+    kernels_.rope(values, a_.angles.row(row), a_.num_rope_pairs, a_.scale, a_.head_size);
     int32_t* out = query(w, rows, head / group_, row) + head % group_ * query_ints_;
     cache_.prepare_query(values, out, a_.head_size);
   }
@@ -240,10 +248,10 @@ class AttentionOp : public Op {
     if (offset < 0 || offset >= a_.num_pieces * a_.num_positions * a_.num_kv_heads * cache_row_) {
       return w.fail("attention: a table names a block that there is not");
     }
-    kernels_.rms_norm(a_.key.row(row) + kv_head * a_.head_size, a_.k_norm, a_.eps, values, a_.head_size);
+    norm(a_.key.row(row) + kv_head * a_.head_size, a_.k_norm, values);
     kernels_.rope(values, a_.angles.row(row), a_.num_rope_pairs, 1.0f, a_.head_size);
     cache_.store(values, cache_at(a_.k_cache, offset), a_.head_size);
-    std::copy_n(a_.value.row(row) + kv_head * a_.head_size, a_.head_size, values);
+    norm(a_.value.row(row) + kv_head * a_.head_size, a_.v_norm.empty() ? nullptr : a_.v_norm.data(), values);
     cache_.store(values, cache_at(a_.v_cache, offset), a_.head_size);
   }
 

@@ -104,11 +104,14 @@ void attention(Runtime& rt, const Array2d& query_gate, const Array2d& key, const
                const Array3d& angles, const nb::object& attention_heads, const Cache4d& k_cache,
                const Cache4d& v_cache, const Ids1d& positions, const Ids1d& state_ids, const Array2d& out,
                const BatchRows* batch, const std::optional<Array2d>& gate) {
-  const auto q_norm = field<Array1d>(attention_heads, "q_norm");
-  const auto k_norm = field<Array1d>(attention_heads, "k_norm");
+  const auto q_norm = field<std::optional<Array1d>>(attention_heads, "q_norm");
+  const auto k_norm = field<std::optional<Array1d>>(attention_heads, "k_norm");
+  if (q_norm.has_value() != k_norm.has_value()) refuse("q_norm and k_norm come together");
   const auto window = field<std::optional<int64_t>>(attention_heads, "window");
-  const int64_t rows = size_of(key, 0), kv_heads = size_of(k_cache, 2), size = size_of(q_norm, 0);
-  check_head_size(size, "the head size of q_norm");
+  const auto scale = field<std::optional<float>>(attention_heads, "scale", true);
+  const int64_t rows = size_of(key, 0), kv_heads = size_of(k_cache, 2);
+  const int64_t size = size_of(key, 1) / std::max<int64_t>(kv_heads, 1);
+  check_head_size(size, "the head size of key");
   const CacheType type = check_caches(k_cache, v_cache, size);
   const int64_t heads = size_of(out, 1) / size, num_pairs = size_of(angles, 1);
   if (kv_heads < 1 || heads < 1 || heads % kv_heads != 0 || heads / kv_heads > 1024) {
@@ -135,9 +138,11 @@ void attention(Runtime& rt, const Array2d& query_gate, const Array2d& key, const
       .gate = gate_of(gate, output_gate, rows, heads, size),
       .key = input(key, "key", rows, kv_heads * size),
       .value = input(value, "value", rows, kv_heads * size),
-      .q_norm = vector(q_norm, "q_norm", size),
-      .k_norm = vector(k_norm, "k_norm", size),
+      .q_norm = q_norm ? vector(*q_norm, "q_norm", size) : nullptr,
+      .k_norm = k_norm ? vector(*k_norm, "k_norm", size) : nullptr,
+      .v_norm = std::vector<float>(field<bool>(attention_heads, "v_norm") ? size : 0, 1.0f),
       .eps = field<float>(attention_heads, "eps", true),
+      .scale = scale ? *scale : 1.0f / __builtin_sqrtf(static_cast<float>(size)),
       .angles = {angles.data(), 2 * num_pairs},
       .k_cache = k_cache.data(),
       .v_cache = v_cache.data(),
@@ -148,8 +153,9 @@ void attention(Runtime& rt, const Array2d& query_gate, const Array2d& key, const
       .layout = layout_of(ids(positions, "positions", rows), ids(state_ids, "state_ids", rows), batch, rows),
       .out = output(out, "out", rows, heads * size),
   };
-  submit_with(rt, make_attention(kernels_of(rt), arguments), rows, query_gate, key, value, q_norm, k_norm,
-              angles, k_cache, v_cache, positions, state_ids, out, gate ? *gate : query_gate);
+  submit_with(rt, make_attention(kernels_of(rt), arguments), rows, query_gate, key, value,
+              q_norm.value_or(Array1d()), k_norm.value_or(Array1d()), angles, k_cache, v_cache, positions,
+              state_ids, out, gate ? *gate : query_gate);
 }
 
 // [channels, taps] as one contiguous row per tap.
