@@ -1,10 +1,11 @@
 """Sizes of a model for placement, against sums written out by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from builders import Dims, write_gguf
+from builders import Dims, MixedAttention, write_gguf
 from coldstream.gguf.quant_types import QuantType
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
@@ -54,6 +55,29 @@ def test_sizes_of_a_mixture_of_experts(tmp_path: Path, fused: bool, nextn: bool)
     assert sizes.attention_width == 1 * 4 * 64
     assert sizes.fingerprint == file.fingerprint
     assert sizes.state_bytes == 4 * 3 * (4 * 64 * 64 + 3 * 512)
+
+
+def test_layers_with_windows_are_read_and_multiplied_only_within_them(tmp_path: Path) -> None:
+    """Against a sum over rows and layers. Memory is still taken for all positions."""
+    path = tmp_path / "tiny.gguf"
+    mixed = MixedAttention(head_counts=(4, 8, 4, 8), windowed=(False, True, True, False), window=40)
+    write_gguf(path, "qwen3moe", mixed=mixed)
+    _, spec, sizes = read(path, "i16")
+    assert sizes.kv_token_bytes == 4 * 2 * 2 * 144
+    for context in (0, 1, 39, 40, 41, 1000):
+        seen = [min(context, window) for window in (context, 40, 40, context)]
+        assert sizes.cached_bytes(context) == sum(seen) * 2 * 2 * 144
+    widths = [heads * 64 for heads in mixed.head_counts]
+    for start, count in ((0, 1), (0, 30), (0, 100), (30, 20), (100, 64)):
+        expected = sum(
+            width * (min(row, 40) if is_windowed else row)
+            for row in range(start, start + count)
+            for width, is_windowed in zip(widths, mixed.windowed, strict=True)
+        )
+        found = sizes.attention_elements(start, count)
+        assert found == pytest.approx(expected, abs=count * sum(widths) / 2)  # rows are half-open there
+    assert sizes.attention_elements(0, 8) == replace(sizes, windows=()).attention_elements(0, 8)
+    assert sizes.attention_width == spec.attentions[0].query_dim * 6
 
 
 def test_trap_19_the_cache_counts_attention_layers_in_its_own_type(tmp_path: Path) -> None:

@@ -37,7 +37,6 @@ from coldstream.experts.gpu_statistics import GpuExpertStatistics, StepTimes, de
 from coldstream.experts.prefetch import PrefetchStatistics
 from coldstream.garbage import starting
 from coldstream.kernels.cuda.device import find_gpu, measure_copy_bandwidth
-from coldstream.kvcache.cache import kv_token_bytes
 from coldstream.models.footprint import bytes_per_token, num_parameters
 from coldstream.placement.forecast import forecast
 from coldstream.placement.hardware import Hardware
@@ -238,7 +237,6 @@ class _Report:
         self._parameters = num_parameters(tensors.values())
         self._tier, self._threads = runner.tier, runner.threads
         self._weight_bytes = bytes_per_token(runner.spec, tensors)
-        self._cache_bytes = kv_token_bytes(runner.spec, opened.config.cache_type_k)
         self._planned, self._device = opened.planned, opened.config.device
         if self._device == "cuda":
             self._machine, self._bandwidth = find_gpu().name, measure_copy_bandwidth()
@@ -251,7 +249,7 @@ class _Report:
         """Tokens per second at which reading weights and cache takes all bandwidth; None for prefill."""
         if test.num_prompt:
             return None
-        return self._bandwidth / (self._weight_bytes + test.mean_context * self._cache_bytes)
+        return self._bandwidth / (self._weight_bytes + self._planned.sizes.cached_bytes(test.mean_context))
 
     def times_as_fast(self, results: Sequence[BenchmarkResult], hardware: Hardware) -> float:
         """How many times as fast as the rates of `hardware` explain the device's memory was read, or a test

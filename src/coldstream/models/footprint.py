@@ -10,9 +10,10 @@ from coldstream.gguf.messages import shorten
 from coldstream.gguf.quant_types import QuantType
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kvcache import state_bytes
+from coldstream.models.spec.layer_specs import AttentionSpec
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.routing_trace import RoutedModel
-from coldstream.placement.sizes import ModelSizes, Products, slot_bytes
+from coldstream.placement.sizes import ModelSizes, Products, WindowedLayers, slot_bytes
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 FFN_MATRICES = ("ffn_gate", "ffn_up", "ffn_down")  # of a dense layer
@@ -117,12 +118,27 @@ def model_sizes(
         token_parameters=active_parameters(spec, tensors),
         expert_parameters=num_parameters(placed.values()) // max(1, len(by_layer) * num_experts),
         attention_width=sum(each.query_dim for each in spec.attentions),
+        windows=_windowed_layers(spec),
         is_dense=is_dense,
         dense_products=_products(info for info in matrices if _active_share(spec, info) == 1),
         expert_products=tuple(_products(layer, num_experts) for layer in by_layer),
         head=next(iter(_products([tensors[head_name]])), None) if head_name in tensors else None,
         table_bytes=0 if spec.tied_output else tensors[_EMBEDDING].num_bytes,
         placed_layers=spec.placed_layers,
+    )
+
+
+def _windowed_layers(spec: ModelSpec) -> tuple[WindowedLayers, ...]:
+    kv_dims = sum(each.kv_dim for each in spec.attentions)
+    by_window: dict[int, list[AttentionSpec]] = {}
+    for each in spec.attentions:
+        if each.window is not None:
+            by_window.setdefault(each.window, []).append(each)
+    return tuple(
+        WindowedLayers(
+            window, sum(each.query_dim for each in layers), sum(each.kv_dim for each in layers) / kv_dims
+        )
+        for window, layers in by_window.items()
     )
 
 

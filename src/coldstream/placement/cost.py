@@ -179,7 +179,7 @@ def decode_seconds(
     seconds = (launches + _slower_launches(model)) * rates.shares.launch_s
     dense_bytes = _bytes_on_gpu(model.dense_token_bytes, model.dense_products, are_experts=False)
     seconds += (dense_bytes + model.state_bytes) / (rates.shares.vram * rates.vram_bytes_per_s)
-    seconds += context * model.kv_token_bytes / (KV_SHARE * rates.vram_bytes_per_s)
+    seconds += model.cached_bytes(context) / (KV_SHARE * rates.vram_bytes_per_s)
     if model.is_dense:
         return seconds + _layers_seconds(model, rates, hit_rates)
     chosen = model.num_experts_per_tok
@@ -255,7 +255,7 @@ def decode_seconds_on_cpu(
     model: ModelSizes, rates: Rates, hit_rates: Sequence[float], context: int = 0
 ) -> float:
     """`decode_seconds` if RAM is the fast memory and misses are read from the disk."""
-    seconds = (context * model.kv_token_bytes + 2 * model.state_bytes) / _cpu_bytes_per_s(rates)
+    seconds = (model.cached_bytes(context) + 2 * model.state_bytes) / _cpu_bytes_per_s(rates)
     seconds += _weights_seconds(model.dense_token_bytes, model.dense_products, rates)
     seconds += model.num_layers * CPU_LAYER_S
     for layer, (size, hit_rate) in enumerate(zip(model.expert_bytes, hit_rates, strict=True)):

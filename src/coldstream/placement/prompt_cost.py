@@ -95,11 +95,6 @@ class PromptStep:
     rows: Array
     touched: Array
 
-    @property
-    def pairs(self) -> float:
-        """How many pairs of a row and a position that it sees."""
-        return self.count * (self.start + self.count / 2)
-
 
 def prompt_steps(
     model: ModelSizes, uses: Array | None, num_tokens: int, chunk_size: int
@@ -119,7 +114,7 @@ def _gpu_seconds(model: ModelSizes, rates: Rates, step: PromptStep) -> float:
     multiplied = UNPACK_SHARE * TILE_ROWS * tiles + (1 - UNPACK_SHARE) * rows
     of_experts = float((multiplied.sum(axis=1) * _expert_weights(model)).sum())
     weights = step.count * _dense_weights(model) + of_experts
-    pairs = step.pairs * model.attention_width
+    pairs = model.attention_elements(step.start, step.count)
     return (
         model.num_layers * PROMPT_LAUNCHES * rates.shares.launch_s
         + moved / (rates.shares.vram * rates.vram_bytes_per_s)
@@ -248,7 +243,7 @@ def prefill_seconds_on_cpu(
     seconds = 0.0
     for step in prompt_steps(model, uses, num_tokens, chunk_size):
         touched = step.touched * _sizes(model)
-        pairs = step.pairs * model.attention_width
+        pairs = model.attention_elements(step.start, step.count)
         products = _prompt_product_seconds(model, rates, step.count, step.touched.sum(axis=1))
         read = (float(touched.sum()) + model.dense_bytes) / (CPU_SHARE * rates.read_bytes_per_s)
         rows = step.count * model.num_layers * CPU_ROW_S / rates.num_cores

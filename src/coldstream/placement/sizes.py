@@ -24,6 +24,15 @@ class Products:
 
 
 @dataclass(frozen=True)
+class WindowedLayers:
+    """The layers whose attention sees a window of so many positions."""
+
+    window: int
+    width: int  # of their query heads, a part of the model's `attention_width`
+    cache_share: float  # of the model's `kv_token_bytes`
+
+
+@dataclass(frozen=True)
 class ModelSizes:
     """Plain numbers of one model. An expert is its gate, up and down matrices together.
 
@@ -36,11 +45,12 @@ class ModelSizes:
     expert_bytes: tuple[int, ...]  # of one expert, by layer
     dense_bytes: int  # of all other weights that the forward pass needs, embedding included
     dense_token_bytes: int  # of those, what one token reads
-    kv_token_bytes: int  # keys and values of one token in all layers of full attention, in the cache's type
+    kv_token_bytes: int  # keys and values of one token in all layers that attend, in the cache's type
     state_bytes: int  # recurrent states of one sequence
     token_parameters: int  # weights that one token is multiplied with
     expert_parameters: int  # weights of one expert
-    attention_width: int  # elements of all query heads of all layers of full attention
+    attention_width: int  # elements of all query heads of all layers that attend
+    windows: tuple[WindowedLayers, ...] = ()
     is_dense: bool = False  # whether each layer's one expert is the FFN of a dense model
     # By type; empty: not known, and then bytes alone count.
     dense_products: tuple[Products, ...] = ()  # of a token, outside experts
@@ -56,6 +66,22 @@ class ModelSizes:
     def products_of_expert(self, layer: int) -> tuple[Products, ...]:
         """Of one expert of a layer, by type; empty: not known."""
         return self.expert_products[layer] if self.expert_products else ()
+
+    def cached_bytes(self, context: float) -> float:
+        """Bytes of keys and values that a token reads behind `context` others."""
+        hidden = sum(max(0, context - each.window) * each.cache_share for each in self.windows)
+        return (context - hidden) * self.kv_token_bytes
+
+    def attention_elements(self, start: int, count: int) -> float:
+        """Elements of queries of `count` rows behind `start` positions, times the positions that they see."""
+
+        def pairs(distance: int) -> float:
+            """Of a row and a position that is so far behind it or further."""
+            first, last = (max(0, end - distance) for end in (start, start + count))
+            return (last**2 - first**2) / 2
+
+        hidden = sum(pairs(each.window) * each.width for each in self.windows)
+        return pairs(0) * self.attention_width - hidden
 
     @property
     def all_expert_bytes(self) -> int:
