@@ -154,8 +154,9 @@ def make_model(
     seed: int = 0,
     dense_layers: Collection[int] = (),
     plain_shared: bool = False,
+    element_gates: bool = False,
 ) -> TinyModel:
-    """A model of `arch` ("qwen35", "qwen35moe", "qwen3next", "qwen3moe" or "qwen4exp").
+    """A model of `arch` ("qwen35", "qwen35moe", "qwen3next", "qwen3moe", "qwen4exp" or "laguna").
 
     quant            type of all matrices but the router, the convolution and the shared expert's gate (F32)
     types            overrides by pattern of tensor name, {"*_exps.weight": "Q4_K"}; the last match counts
@@ -163,7 +164,8 @@ def make_model(
     fused_experts    `ffn_gate_up_exps` instead of `ffn_gate_exps` and `ffn_up_exps`
     fused_attention  `attn_qkv` instead of `attn_q`, `attn_k`, `attn_v` in attention layers
     ssm_in           of qwen3next: one `ssm_in` instead of `attn_qkv` and `attn_gate` in DeltaNet layers
-    mixed            of qwen3moe: how the attention of its layers differs
+    mixed            of qwen3moe and laguna: how the attention of its layers differs
+    element_gates    of laguna: a gate for each element of a head, and not one for the head
     tied             no `output.weight`
     dense_layers     layers without experts; for families that have some
     plain_shared     a shared expert without a gate, whatever the family has
@@ -174,10 +176,15 @@ def make_model(
     rng = np.random.default_rng(seed)
     metadata = _hyperparameters(arch, dims, nextn)
     head_counts: Sequence[int] = [dims.heads] * (dims.layers + nextn)
+    is_laguna = arch == "laguna"
+    if is_laguna:
+        mixed = mixed or laguna_attention(dims)
+        dense_layers, plain_shared = {0}, True
     if mixed is not None:
         head_counts = mixed.head_counts
         metadata |= {f"{arch}.{key}": value for key, value in mixed.keys.items()}
-    is_hybrid = arch != "qwen3moe"  # with DeltaNet layers, and then gates of attention and a shared expert
+    # With DeltaNet layers, and then gates of attention and a shared expert.
+    is_hybrid = arch not in ("qwen3moe", "laguna")
     if tokenizer:
         metadata |= tokenizer_metadata(dims.vocab)
     tensors: dict[str, np.ndarray] = {"token_embd.weight": rng.normal(0, 1, (dims.vocab, dims.hidden))}
@@ -199,6 +206,11 @@ def make_model(
             parts |= _experts(rng, dims, fused_experts, is_hybrid or plain_shared)
             if plain_shared:
                 del parts["ffn_gate_inp_shexp.weight"]
+            if is_laguna:
+                parts["exp_probs_b.bias"] = rng.normal(0, 0.3, dims.experts)
+        if is_laguna:
+            gates = own.heads * (dims.head_dim if element_gates else 1)
+            parts["attn_gate.weight"] = _matrix(rng, gates, dims.hidden)
         parts |= {} if is_trunk else _nextn(rng, dims, arch)
         tensors |= {f"blk.{block}.{name}": values for name, values in parts.items()}
     if arch == "qwen4exp":
@@ -303,10 +315,40 @@ def _hyperparameters(arch: str, dims: Dims, nextn: bool) -> dict[str, Any]:
         }
     else:
         values["feed_forward_length"] = dims.ffn
+    if arch == "laguna":
+        values |= _laguna_hyperparameters(dims)
+        others = ("ssm.", "full_attention_interval", "rope.dimension_sections")
+        values = {name: value for name, value in values.items() if not name.startswith(others)}
     if arch == "qwen3moe":
         others = ("ssm.", "full_attention_interval", "rope.dimension_count", "expert_shared_")
         values = {name: value for name, value in values.items() if not name.startswith(others)}
     return {f"{arch}.{name}": value for name, value in values.items()}
+
+
+def _laguna_hyperparameters(dims: Dims) -> dict[str, Any]:
+    """Beside those of attention that differ by layer."""
+    return {
+        "feed_forward_length": dims.ffn,
+        "leading_dense_block_count": 1,
+        "expert_gating_func": 2,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 2.5,
+        "rope.freq_base": 5e5,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 8.0,
+        "rope.scaling.original_context_length": 64,
+        "rope.scaling.yarn_beta_fast": 16.0,
+        "rope.scaling.yarn_beta_slow": 1.0,
+        "rope.scaling.yarn_attn_factor": 1.0,
+    }
+
+
+def laguna_attention(dims: Dims) -> MixedAttention:
+    """The first layer of four sees all positions; the others have twice the heads, and a window."""
+    windowed = tuple(layer % 4 != 0 for layer in range(dims.layers))
+    return MixedAttention(
+        tuple(dims.heads * (1 + flag) for flag in windowed), windowed, rope_dims=dims.head_dim
+    )
 
 
 def _choose_types(

@@ -2,7 +2,8 @@
 
 GGUF differs from the original checkpoint in three ways: norm weights contain their 1, decays are
 −exp(A_log), and in Qwen3.5 the value heads of the gated DeltaNet are tiled (head h reads key head h mod NK)
-and not grouped (h div r). Qwen3-Next keeps them grouped. Norm weights of Qwen3-MoE have nothing to add.
+and not grouped (h div r). Qwen3-Next keeps them grouped. Norm weights of Qwen3-MoE and Laguna have nothing to
+add.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,9 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "qwen3_next": "qwen3next",
     "qwen4_exp_text": "qwen4exp",
+    "laguna": "laguna",
 }
+OF_LLAMA = ("qwen3_moe", "laguna")  # whose norms multiply by their weights, and lie where Llama has them
 Tensors = Iterator[tuple[str, np.ndarray]]
 
 COMMON_NAMES = {
@@ -37,6 +40,7 @@ COMMON_NAMES = {
     "self_attn.o_proj.weight": "attn_output.weight",
     "self_attn.q_norm.weight": "attn_q_norm.weight",
     "self_attn.k_norm.weight": "attn_k_norm.weight",
+    "self_attn.g_proj.weight": "attn_gate.weight",
     "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
     "linear_attn.in_proj_z.weight": "attn_gate.weight",
     "linear_attn.in_proj_qkvz.weight": "ssm_in.weight",
@@ -63,12 +67,16 @@ COMMON_NAMES = {
     "mlp.up_proj.weight": "ffn_up.weight",
     "mlp.down_proj.weight": "ffn_down.weight",
     "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.experts.gate_up_proj": "ffn_gate_up_exps.weight",
     "mlp.experts.down_proj": "ffn_down_exps.weight",
     "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
     "mlp.shared_expert.gate_proj.weight": "ffn_gate_shexp.weight",
     "mlp.shared_expert.up_proj.weight": "ffn_up_shexp.weight",
     "mlp.shared_expert.down_proj.weight": "ffn_down_shexp.weight",
+    "mlp.shared_experts.gate_proj.weight": "ffn_gate_shexp.weight",
+    "mlp.shared_experts.up_proj.weight": "ffn_up_shexp.weight",
+    "mlp.shared_experts.down_proj.weight": "ffn_down_shexp.weight",
 }
 GLOBAL_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -106,6 +114,8 @@ def convert(model: PreTrainedModel, path: Path, variant: Variant | None = None) 
     config = model.config
     writer = GGUFWriter(path, ARCHITECTURES[config.model_type])
     add_hyperparameters(writer, config, variant)
+    if config.model_type == "laguna":
+        add_laguna_hyperparameters(writer, config)
     add_tokenizer(writer, config.vocab_size)
     for name, values in gguf_tensors(model, variant):
         add_tensor(writer, name, values, variant)
@@ -119,17 +129,20 @@ def convert(model: PreTrainedModel, path: Path, variant: Variant | None = None) 
 def add_hyperparameters(writer: GGUFWriter, config, variant: Variant) -> None:
     prefix = writer.arch
     rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
     integers = {
         "block_count": config.num_hidden_layers + variant.mtp_block,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
-        "attention.head_count": config.num_attention_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
     }
     if prefix != "qwen3moe":
         integers["rope.dimension_count"] = int(config.head_dim * rope["partial_rotary_factor"])
+    if hasattr(config, "linear_num_key_heads"):
         integers |= delta_net_hyperparameters(config)
+    if prefix != "laguna":
+        integers["attention.head_count"] = config.num_attention_heads
     if hasattr(config, "num_experts"):
         integers["expert_count"] = config.num_experts
         integers["expert_used_count"] = config.num_experts_per_tok
@@ -174,6 +187,32 @@ def stream_hyperparameters(config) -> dict[str, int]:
         "attention.indexer.key_length": config.indexer_head_dim,
         "attention.indexer.top_k": config.indexer_budget,
     }
+
+
+def add_laguna_hyperparameters(writer: GGUFWriter, config) -> None:
+    """What the mainstream converter writes of this family alone."""
+    prefix, windowed = writer.arch, config.rope_parameters["sliding_attention"]
+    writer.add_array(f"{prefix}.attention.head_count", config.num_attention_heads_per_layer)
+    integers = {
+        "attention.sliding_window": config.sliding_window,
+        "expert_gating_func": 2,
+        "feed_forward_length": config.intermediate_size,
+        "leading_dense_block_count": config.mlp_layer_types.index("sparse"),
+        "rope.dimension_count_swa": int(config.head_dim * windowed["partial_rotary_factor"]),
+        "vocab_size": config.vocab_size,
+    }
+    for key, value in integers.items():
+        writer.add_uint32(f"{prefix}.{key}", value)
+    writer.add_bool(f"{prefix}.expert_weights_norm", True)
+    scaling = config.rope_parameters["full_attention"]
+    for key, number in {
+        "expert_weights_scale": config.moe_routed_scaling_factor,
+        "rope.freq_base_swa": windowed["rope_theta"],
+        "rope.scaling.yarn_beta_fast": scaling["beta_fast"],
+        "rope.scaling.yarn_beta_slow": scaling["beta_slow"],
+        "rope.scaling.yarn_attn_factor": 1.0,
+    }.items():
+        writer.add_float32(f"{prefix}.{key}", number)
 
 
 def delta_net_hyperparameters(config) -> dict[str, int]:
@@ -233,7 +272,7 @@ def block_tensors(model: PreTrainedModel, source: int, block: int, variant: Vari
         for name, parameter in model.named_parameters()
         if name.startswith(prefix)
     }
-    if model.config.model_type == "qwen3_moe":
+    if model.config.model_type in OF_LLAMA:
         tensors["ffn_norm.weight"] = tensors.pop("post_attention_norm.weight")
     if "ffn_gate_up_exps.weight" in tensors and not variant.fused_experts:
         gate, up = np.split(tensors.pop("ffn_gate_up_exps.weight"), 2, axis=1)
@@ -258,7 +297,7 @@ def transform(name: str, values: np.ndarray, config, variant: Variant) -> np.nda
     """A tensor of the checkpoint in GGUF's conventions."""
     part = name.removeprefix("linear_attn.")
     if part == name:
-        return values + 1 if "norm" in name and config.model_type != "qwen3_moe" else values
+        return values + 1 if "norm" in name and config.model_type not in OF_LLAMA else values
     if part == "A_log":
         values = -np.exp(values)
     elif part == "conv1d.weight":

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.models.laguna import LagunaConfig, LagunaForCausalLM
 from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -148,6 +149,51 @@ def tiny_qwen4exp(**changes: Any) -> PreTrainedModel:
     return model.eval()
 
 
+def tiny_laguna(
+    gating: str = "per-head", scaling: Mapping[str, Any] | None = None, **changes: Any
+) -> PreTrainedModel:
+    """Five layers: the first dense, the first and the last without a window. All rows are multiples of 256.
+
+    scaling: further rope parameters of layers without a window. Of their frequencies some are kept, some
+    blended, some divided.
+    """
+    torch.manual_seed(0)
+    full = {
+        "rope_type": "yarn",
+        "rope_theta": 5e5,
+        "partial_rotary_factor": 0.5,
+        "factor": 8.0,
+        "original_max_position_embeddings": 1024,
+        "beta_fast": 16.0,
+        "beta_slow": 1.0,
+    }
+    values = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_attention_heads_per_layer": [4, 8, 8, 8, 4],
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "layer_types": ["full_attention"] + ["sliding_attention"] * 3 + ["full_attention"],
+        "sliding_window": 16,
+        "gating": gating,
+        "rope_parameters": {
+            "full_attention": full | dict(scaling or {}),
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        },
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_routed_scaling_factor": 2.5,
+    }
+    model = LagunaForCausalLM(LagunaConfig(**values | changes))
+    randomize(model, norm_center=1.0)
+    return model.eval()
+
+
 @torch.no_grad()
 def randomize(model: PreTrainedModel, norm_center: float = 0.0) -> None:
     """Weights as large as trained ones, so that a wrong head order or a missing norm shows in the logits.
@@ -166,6 +212,8 @@ def randomize(model: PreTrainedModel, norm_center: float = 0.0) -> None:
             parameter.copy_(normal(parameter))
         elif name.endswith("conv1d.weight"):
             parameter.copy_(normal(parameter) * 0.5)
+        elif name.endswith("e_score_correction_bias"):
+            parameter.copy_(normal(parameter) * 0.3)
         elif name.endswith("linear_attn.norm.weight"):
             parameter.copy_(1 + normal(parameter) * 0.2)
         elif parameter.dim() == 1:

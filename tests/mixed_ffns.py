@@ -35,7 +35,7 @@ def _mixed(family: Architecture) -> Architecture:
 
 
 def _as_in_file(keys: Hyperparameters, block: str, layer: LayerSpec) -> LayerSpec:
-    names = keys.tensor_names
+    names = keys.tensors
     if not isinstance(layer.ffn, MoeSpec):
         return layer
     if f"{block}ffn_gate.weight" in names:

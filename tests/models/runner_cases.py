@@ -71,6 +71,8 @@ VARIANTS = {
         },
     ),
     "qwen3moe": ("qwen3moe", {"types": MIX}),
+    "laguna": ("laguna", {"types": MIX}),
+    "laguna-gates-of-elements": ("laguna", {"quant": "Q4_K", "element_gates": True, "tied": True}),
     "mixed-attention": ("qwen3moe", {"types": MIX, "mixed": MixedAttention()}),
     "qwen3moe-fused-tied": (
         "qwen3moe",
@@ -88,7 +90,7 @@ VARIANTS = {
     ),
 }
 # A model of each architecture with experts.
-FAMILIES = ("moe", "qwen3moe", "qwen3next", "qwen4exp")
+FAMILIES = ("moe", "qwen3moe", "qwen3next", "qwen4exp", "laguna")
 # Architectures whose layers differ, each with the types of cache that tests over several take it with.
 MIXED_LAYERS = [
     ("qwen35moe", "i16"),

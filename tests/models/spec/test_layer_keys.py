@@ -15,7 +15,7 @@ EXPERTS = {"block_count": 3, "expert_count": 8, "expert_used_count": 2, "expert_
 
 def keys_of(**changes: Any) -> Hyperparameters:
     values = {name: value for name, value in {**EXPERTS, **changes}.items() if value is not None}
-    return Hyperparameters(Metadata({f"any.{name}": value for name, value in values.items()}, {}), (), "any")
+    return Hyperparameters(Metadata({f"any.{name}": value for name, value in values.items()}, {}), {}, "any")
 
 
 @pytest.mark.parametrize(

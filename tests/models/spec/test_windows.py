@@ -19,6 +19,7 @@ from coldstream.models.spec.rope_keys import YarnRules
 
 Read = Callable[..., tuple[AttentionSpec, ...]]
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+BASE = "rope.freq_base_swa"
 FULL_LAST = WindowPattern(period=2, is_full_first=False, is_scaled=False)
 FULL_FIRST = WindowPattern(period=4, is_full_first=True, is_scaled=False)
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
@@ -50,14 +51,18 @@ def windows(specs: tuple[AttentionSpec, ...]) -> list[int | None]:
         ({WINDOW: 0, PATTERN: [True] * 4}, {"windows": FULL_LAST}, [None] * 4),
         ({WINDOW: 7, PATTERN: [True, True, False, True]}, {}, [7, 7, None, 7]),
         ({WINDOW: 7, PATTERN: [1, 0, 0, 1]}, {}, [7, None, None, 7]),
-        ({WINDOW: 7, PATTERN: [False] * 4}, {"windows": FULL_FIRST}, [None] * 4),
+        (
+            {WINDOW: 7, PATTERN: [False] * 4},
+            {"windows": FULL_FIRST},
+            [None] * 4,
+        ),  # no other base is asked for
         ({WINDOW: 7, PATTERN: 2}, {}, [7, None, 7, None]),
         ({WINDOW: 7, PATTERN: 1}, {}, [None] * 4),
-        ({WINDOW: 7, PATTERN: 3}, {"windows": FULL_FIRST}, [None, 7, 7, None]),
-        ({WINDOW: 7}, {"windows": FULL_LAST}, [7, None, 7, None]),
-        ({WINDOW: 7}, {"windows": FULL_FIRST}, [None, 7, 7, 7]),
+        ({WINDOW: 7, PATTERN: 3, BASE: 1e4}, {"windows": FULL_FIRST}, [None, 7, 7, None]),
+        ({WINDOW: 7, BASE: 1e4}, {"windows": FULL_LAST}, [7, None, 7, None]),
+        ({WINDOW: 7, BASE: 1e4}, {"windows": FULL_FIRST}, [None, 7, 7, 7]),
         ({}, {"windows": FULL_FIRST}, [None] * 4),
-        ({WINDOW: 4096}, {"windows": FULL_FIRST}, [None] * 4),
+        ({WINDOW: 4096, BASE: 1e4}, {"windows": FULL_FIRST}, [None] * 4),
     ],
 )
 def test_which_layers_have_a_window(
@@ -69,7 +74,7 @@ def test_which_layers_have_a_window(
 
 def test_layers_with_a_window_rotate_in_their_own_way(read: Read) -> None:
     """Also where the window is too long to hide a position."""
-    own = {"rope.freq_base_swa": 1e4, "rope.dimension_count_swa": 4}
+    own = {BASE: 1e4, "rope.dimension_count_swa": 4}
     for window in (7, 4096):
         first, *others = read({WINDOW: window, **own, **YARN}, windows=FULL_FIRST)
         plain = RopeSpec(8, 1e7)
@@ -88,7 +93,9 @@ def test_a_scaling_counts_for_windows_where_the_family_says_so(read: Read) -> No
     assert rope.scaling is not None
     assert rope.scaling.magnitude == yarn_magnitude(4.0)
     with pytest.raises(UnsupportedError, match=r"freq_base_swa.*10000, supported: one rotary embedding"):
-        read({WINDOW: 7, **YARN, "rope.freq_base_swa": 1e4}, windows=stretched)
+        read({WINDOW: 7, **YARN, BASE: 1e4}, windows=stretched)
+    with pytest.raises(InconsistentError, match=r"freq_base_swa.*missing"):
+        read({WINDOW: 7, **YARN}, windows=FULL_LAST)
 
 
 def test_constants_of_yarn_are_those_of_the_file_where_the_family_says_so(read: Read) -> None:

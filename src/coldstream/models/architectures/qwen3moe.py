@@ -10,8 +10,8 @@ from typing import Final
 from coldstream.models.architectures.architecture import Architecture
 from coldstream.models.spec.hyperparameters import Hyperparameters
 from coldstream.models.spec.layer_keys import read_attention, read_moe
-from coldstream.models.spec.layer_specs import AttentionSpec, LayerSpec
-from coldstream.models.spec.layer_tensors import Requirement, attention_tensors, ffn_tensors
+from coldstream.models.spec.layer_specs import LayerSpec
+from coldstream.models.spec.layer_tensors import attention_block_tensors
 
 
 def _layers(keys: Hyperparameters) -> tuple[LayerSpec, ...]:
@@ -20,9 +20,4 @@ def _layers(keys: Hyperparameters) -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec(attention, moe) for attention in attentions)
 
 
-def _block_tensors(layer: LayerSpec, hidden: int) -> tuple[Requirement, ...]:
-    assert isinstance(layer.mixer, AttentionSpec)
-    return (*attention_tensors(layer.mixer, hidden), *ffn_tensors(layer, hidden))
-
-
-QWEN3MOE: Final = Architecture("qwen3moe", _layers, _block_tensors, ffn_norm="ffn_norm")
+QWEN3MOE: Final = Architecture("qwen3moe", _layers, attention_block_tensors, ffn_norm="ffn_norm")

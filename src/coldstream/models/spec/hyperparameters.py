@@ -1,6 +1,6 @@
 """Reads the hyper-parameters of a model file: one key at a time, with the range that it must lie in."""
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -9,6 +9,7 @@ import numpy as np
 from coldstream.errors import InconsistentError, ModelFormatError, UnsupportedError
 from coldstream.gguf.messages import shorten
 from coldstream.gguf.metadata import Metadata
+from coldstream.gguf.reader import TensorInfo
 
 MAX_BLOCKS: Final = 1024
 MAX_NEXTN_LAYERS: Final = 8
@@ -26,9 +27,9 @@ class Hyperparameters:
     `num_absent_nextn_layers`. Raises UnsupportedError for a file that is only a part of a model.
     """
 
-    def __init__(self, keys: Metadata, tensor_names: Collection[str], architecture: str) -> None:
+    def __init__(self, keys: Metadata, tensors: Mapping[str, TensorInfo], architecture: str) -> None:
         self.keys = keys
-        self.tensor_names = tensor_names
+        self.tensors = tensors
         self.architecture = architecture
         self._num_declared_blocks = self.integer("block_count", 1, MAX_BLOCKS)
         num_nextn_layers = self._num_nextn_layers()
@@ -120,6 +121,10 @@ class Hyperparameters:
             raise self.error(UnsupportedError, name, problem)
         return values.pop()
 
+    def num_rows(self, tensor: str) -> int:
+        """Of a matrix of the file; 0 if it is not there."""
+        return self.tensors[tensor].shape[0] if tensor in self.tensors else 0
+
     def _of_trunk(self, name: str, values: tuple[T, ...]) -> tuple[T, ...]:
         """`values` of all blocks or of the trunk, without those of MTP blocks."""
         if len(values) not in (self.num_layers, self._num_declared_blocks):
@@ -130,7 +135,7 @@ class Hyperparameters:
         """MTP blocks: as declared, or as found where a converter kept the tensors and dropped the key."""
         declared = self.integer("nextn_predict_layers", 0, MAX_NEXTN_LAYERS, 0)
         found = 0
-        while f"blk.{self._num_declared_blocks - 1 - found}.nextn.eh_proj.weight" in self.tensor_names:
+        while f"blk.{self._num_declared_blocks - 1 - found}.nextn.eh_proj.weight" in self.tensors:
             found += 1
         num_nextn_layers = max(declared, found)
         if num_nextn_layers >= self._num_declared_blocks:
@@ -141,4 +146,4 @@ class Hyperparameters:
     def _holds_blocks(self, blocks: range) -> bool:
         """Whether the file holds any tensor of these blocks."""
         prefixes = tuple(f"blk.{block}." for block in blocks)
-        return any(name.startswith(prefixes) for name in self.tensor_names)
+        return any(name.startswith(prefixes) for name in self.tensors)

@@ -36,7 +36,9 @@ class WindowPattern:
 
     period: int  # of each so many layers, one sees all positions
     is_full_first: bool  # whether that is the first of them, or the last
-    is_scaled: bool  # whether a scaling of rotary embeddings counts for layers with a window too
+    is_scaled: (
+        bool  # whether these layers rotate like the others, scaling included; else by a base of their own
+    )
 
     def is_windowed(self, layer: int, period: int) -> bool:
         """Whether a layer has a window, with a period that the file may state."""
@@ -122,7 +124,7 @@ def _with_window(keys: Hyperparameters, full: AttentionSpec, windows: WindowPatt
     """The attention of layers with a window, which may rotate in another way than `full`."""
     rope = RopeSpec(
         _read_rope_dims(keys, "rope.dimension_count_swa", full.head_dim, full.rope.num_dims),
-        keys.number("rope.freq_base_swa", 1.0, 1e12, full.rope.theta),
+        keys.number("rope.freq_base_swa", 1.0, 1e12, full.rope.theta if windows.is_scaled else None),
     )
     if windows.is_scaled and full.rope.scaling is not None:
         if rope != replace(full.rope, scaling=None):
@@ -270,7 +272,7 @@ def hybrid_layers(
 
     attentions: of all blocks, as `read_attention` gives it.
     """
-    recurrent = [kind == "delta_net" for kind in layer_kinds(keys, keys.tensor_names)]
+    recurrent = [kind == "delta_net" for kind in layer_kinds(keys, keys.tensors)]
     recurrent += [False] * keys.num_nextn_layers
     return tuple(
         LayerSpec(delta_net if flag else attention, ffn)

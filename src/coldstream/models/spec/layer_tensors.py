@@ -34,13 +34,16 @@ def together(shapes: Mapping[str, Shape]) -> Group:
     return {name: (shape,) for name, shape in shapes.items()}
 
 
+def attention_block_tensors(layer: LayerSpec, hidden: int) -> tuple[Requirement, ...]:
+    """A block of a family whose layers all attend. Like all functions here, without the block's norms."""
+    assert isinstance(layer.mixer, AttentionSpec)
+    return (*attention_tensors(layer.mixer, hidden), *ffn_tensors(layer, hidden))
+
+
 def hybrid_block_tensors(
     layer: LayerSpec, hidden: int, projections: Callable[[DeltaNetSpec, int], tuple[Requirement, ...]]
 ) -> tuple[Requirement, ...]:
-    """A block with attention or a gated DeltaNet; `projections`: the input's, which differ by family.
-
-    Like all functions here, without the block's norms.
-    """
+    """A block with attention or a gated DeltaNet; `projections`: the input's, which differ by family."""
     mixer = (
         attention_tensors(layer.mixer, hidden)
         if isinstance(layer.mixer, AttentionSpec)
