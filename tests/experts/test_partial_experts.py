@@ -120,7 +120,7 @@ def test_ex04_copies_of_a_failed_prompt_are_over_before_experts_come_ahead(path:
         ids = torch.arange(rows * runner.spec.num_experts_per_tok, dtype=torch.int32) % 8
         stream.ask(torch.zeros(rows, runner.spec.hidden_size), ids.view(rows, -1))
         asked = torch.zeros(rows + 2, ids.numel() // rows, dtype=torch.int32)
-        stream.share_out(0, rows, lambda groups, places: None, asked)
+        stream.share_out(0, rows, lambda groups, places: None, asked, None)
         # It fails here, when groups of the next layer have begun, so that nobody ends it.
         runner.device.current.synchronize()
         runner.step(1)
