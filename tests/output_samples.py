@@ -1,6 +1,7 @@
 """Answers as models of several families write them, tools that they call, and what events of a parser say."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -156,3 +157,36 @@ def is_json_prefix(text: str) -> bool:
         except ValueError:
             continue
     return False
+
+
+class _BytesAndTokens:
+    """The attributes that llguidance reads of a tokenizer, over bytes and some control tokens."""
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        self.tokens = [
+            *(bytes((value,)) for value in range(256)),
+            *(token.encode() for token in tokens),
+            b"<end>",
+        ]
+        self.eos_token_id = len(self.tokens) - 1
+        self.bos_token_id = None
+        self.special_token_ids = list(range(256, len(self.tokens)))
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def is_matched_with_tokens(source: str, text: str, tokens: Sequence[str]) -> bool:
+    """Whether `text`, in which `tokens` are control tokens, is all of an answer that a grammar allows."""
+    from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+    vocabulary = _BytesAndTokens(tokens)
+    table = LLTokenizer(TokenizerWrapper(vocabulary), len(vocabulary.tokens), [vocabulary.eos_token_id])
+    matcher = LLMatcher(table, source, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids: list[int] = []
+    for part in re.split(f"({'|'.join(map(re.escape, tokens))})", text):
+        ids += [256 + tokens.index(part)] if part in tokens else part.encode()
+    num_valid = matcher.validate_tokens(ids)
+    matcher.consume_tokens(ids[:num_valid])
+    return bool(num_valid == len(ids) and matcher.is_accepting())

@@ -314,3 +314,58 @@ def test_a_template_that_does_not_show_the_last_message_cannot_continue_it() -> 
         messages = [message("user", "x"), message("assistant", "y")]
         with pytest.raises(TemplateError, match="does not show the last message"):
             template.render(messages, continue_final_message=True, add_generation_prompt=False)
+
+
+# ---- calls that a template shows one at a time ----------------------------------------------------------
+
+HARMONY = Path(__file__).with_name("harmony.jinja").read_text()
+
+
+def numbered_call(number: int, name: str) -> dict[str, Any]:
+    return {"id": f"c{number}", "type": "function", "function": {"name": name, "arguments": {"n": number}}}
+
+
+def test_calls_of_one_message_are_messages_of_their_own_with_their_results() -> None:
+    calls = [numbered_call(i, name) for i, name in enumerate(("first", "second", "third"))]
+    messages = [
+        message("user", "Go."),
+        {"role": "assistant", "content": "I go.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c2", "content": "three"},
+        {"role": "tool", "tool_call_id": "c0", "content": "one"},
+        {"role": "tool", "tool_call_id": "c1", "content": "two"},
+        message("user", "More."),
+    ]
+    with ChatTemplate(HARMONY, [], {}) as template:
+        text = template.render(messages).text
+    wanted = [
+        "I go.",
+        "to=functions.first",
+        "one",
+        "to=functions.second",
+        "two",
+        "to=functions.third",
+        "three",
+    ]
+    places = [text.index(each) for each in [*wanted, "More."]]
+    assert places == sorted(places)
+
+
+def test_a_text_beside_a_thought_ends_the_thought() -> None:
+    turn = {
+        "role": "assistant",
+        "content": "Then this.",
+        "reasoning": "Think.",
+        "tool_calls": [numbered_call(0, "f")],
+    }
+    messages = [message("user", "Go."), turn, {"role": "tool", "tool_call_id": "c0", "content": "one"}]
+    with ChatTemplate(HARMONY, [], {}) as template:
+        text = template.render(messages).text
+        assert "<|channel|>analysis<|message|>Think.\n\nThen this.<|end|>" in text
+        # Once there is an answer, the template leaves the thought out, and the text with it.
+        assert "Think." not in template.render([*messages, message("assistant", "Done.")]).text
+
+
+def test_templates_that_show_all_calls_get_them_as_they_are() -> None:
+    with opened("chatml of Qwen3.5") as template:
+        assert template.capabilities.accepts_several_calls
+        assert template.capabilities.accepts_text_beside_thoughts_of_calls

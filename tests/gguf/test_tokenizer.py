@@ -22,11 +22,13 @@ from vocabularies import (
 from coldstream.errors import InconsistentError, InvalidRequestError, UnsupportedError
 from coldstream.gguf.tokenizer import (
     BLOCK_CHARS,
+    MARKS,
     MAX_TEXT_CHARS,
     PRE_TOKENIZERS,
     SPACE,
     StreamDecoder,
     Tokenizer,
+    marked,
     split_into_blocks,
 )
 from coldstream.gguf.vocabulary import BYTE_ALPHABET, BYTE_NAMES, SPACED
@@ -250,6 +252,16 @@ def test_tk04_a_truncated_character_ends_as_one_replacement(tokenizer: Tokenizer
     assert decoder.push(first_byte) == ""
     assert decoder.finish() == "\ufffd"
     assert decoder.push(tokenizer.encode("a")[-1]) == "a"
+
+
+def test_control_tokens_are_marked_for_who_asks(tokenizer: Tokenizer) -> None:
+    """In no other text there is a mark, and a character that a control token interrupts is none."""
+    decoder = StreamDecoder(tokenizer, is_marking=True)
+    end = tokenizer.special_ids["<|im_end|>"]
+    ids = [*tokenizer.encode("a<|im_end|>"), end, byte_token(tokenizer, 0xE6), end]
+    pieces = [decoder.push(index) for index in ids]
+    assert "".join(pieces).endswith(f"a<|im_end|>{marked('<|im_end|>')}\ufffd{marked('<|im_end|>')}")
+    assert marked("x") == f"{MARKS[0]}x{MARKS[1]}"
 
 
 def byte_token(tokenizer: Tokenizer, byte: int) -> int:

@@ -34,6 +34,9 @@ class Grammar:
     # or a colon. One that allows blanks without a limit lets a model write nothing else.
     whitespace: str = ""
     calls: str = ""  # Lark of calls of tools, which the answer may be instead
+    # Lark of the whole answer, in which `@own` is what the fields above say, and `@calls` the calls. Empty:
+    # it is one or the other. A control token is ⟦<|name|>⟧ here, in `calls`, and in a `text` that is Lark.
+    frame: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(GrammarKind):
@@ -41,7 +44,8 @@ class Grammar:
             raise InvalidRequestError(f"grammar.kind: {shown(self.kind)} is not one of {known}")
         _check_text("grammar.text", self.text, MAX_GRAMMAR_CHARS, is_empty=self.kind == "json_object")
         check_flag("grammar.is_lenient", self.is_lenient)
-        for name, most in (("whitespace", MAX_WHITESPACE_CHARS), ("calls", MAX_GRAMMAR_CHARS)):
+        limits = {"whitespace": MAX_WHITESPACE_CHARS, "calls": MAX_GRAMMAR_CHARS, "frame": MAX_GRAMMAR_CHARS}
+        for name, most in limits.items():
             _check_text(f"grammar.{name}", getattr(self, name), most, is_empty=not getattr(self, name))
 
 

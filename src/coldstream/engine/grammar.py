@@ -207,7 +207,8 @@ def _compiled(grammar: Grammar, tokens: "LLTokenizer") -> "LLMatcher":
     source = grammar_source(grammar)
     matcher = _matcher_of(grammar, source, tokens)
     _check_not_empty(grammar, matcher)
-    check_ends(grammar, source)
+    has_control_tokens = any("⟦" in text for text in (grammar.text, grammar.calls, grammar.frame))
+    check_ends(grammar, grammar_source(grammar, is_of_bytes=True) if has_control_tokens else source)
     return matcher
 
 

@@ -29,6 +29,7 @@ _PART: Final = re.compile(
 )
 _NUMBER: Final = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))|\\(.)", re.DOTALL)
 _ROOT: Final = "root-of-the-text"
+_CONTROL_TOKEN: Final = re.compile(r"⟦(<[^\s⟦⟧]+>)⟧")
 
 
 def lark_of_gbnf(text: str) -> str:
@@ -82,12 +83,15 @@ _MAX_FORCED_BYTES: Final = 4096  # bytes without a choice, after which an answer
 _CLOSING: Final = frozenset(b'"}]>\n')  # bytes that end the texts of most grammars
 
 
-def grammar_source(grammar: Grammar) -> str:
-    """The text for llguidance. Raises InvalidRequestError for what cannot be held."""
+def grammar_source(grammar: Grammar, *, is_of_bytes: bool = False) -> str:
+    """The text for llguidance. Raises InvalidRequestError for what cannot be held.
+
+    is_of_bytes: whether control tokens are texts in it, for a vocabulary that has none.
+    """
     from llguidance import LLMatcher
 
     try:
-        _ = [text.encode() for text in (grammar.text, grammar.whitespace, grammar.calls)]
+        _ = [text.encode() for text in (grammar.text, grammar.whitespace, grammar.calls, grammar.frame)]
     except UnicodeEncodeError:
         raise InvalidRequestError(f"grammar ({grammar.kind}): it holds half a surrogate pair") from None
     if grammar.kind in ("json_schema", "json_object"):
@@ -95,12 +99,25 @@ def grammar_source(grammar: Grammar) -> str:
     elif grammar.kind == "regex":
         source = LLMatcher.grammar_from_regex(grammar.text)
     else:
-        source = _lark(grammar)
-    if not grammar.calls:
+        source = _with_control_tokens(_lark(grammar), is_of_bytes)
+    if not (grammar.calls or grammar.frame):
         return source
     own = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
-    both = [{"lark_grammar": "start: @calls | @own"}, {"name": "calls", "lark_grammar": grammar.calls}]
-    return json.dumps({"grammars": [*both, {**own, "name": "own"}]})
+    parts = {"calls": {"lark_grammar": grammar.calls}} if grammar.calls else {}
+    frame = grammar.frame or "start: @calls | @own"
+    lark = [{"lark_grammar": frame}, *({**part, "name": name} for name, part in parts.items())]
+    for part in lark:
+        part["lark_grammar"] = _with_control_tokens(part["lark_grammar"], is_of_bytes)
+    return json.dumps({"grammars": [*lark, {**own, "name": "own"}]})
+
+
+def control_token(name: str) -> str:
+    """A control token in the Lark of a `Grammar`."""
+    return f"⟦{name}⟧"
+
+
+def _with_control_tokens(lark: str, is_of_bytes: bool) -> str:
+    return _CONTROL_TOKEN.sub(lambda match: json.dumps(match[1]) if is_of_bytes else match[1], lark)
 
 
 def check_ends(grammar: Grammar, source: str) -> None:

@@ -11,7 +11,9 @@ of use:
   make the template leave out the thoughts before it.
 - Where a message of the user is needed and there is none, a note says that there is none.
 - Messages of one side that may not follow each other are one, with blank lines between.
-- Calls and results of tools that a template does not show are texts of the two roles.
+- Calls and results of tools that a template does not show are texts of the two roles. Where it shows only the
+  first call of a message, each is a message of its own, with its result behind it. Where it refuses a text
+  beside the thought of a call, the text is the end of the thought.
 
 What is given is decided by what the template is and by the messages before, never by later ones. Knows no
 control tokens: all text that is written here counts as the caller's.
@@ -27,7 +29,7 @@ from coldstream.gguf.template_capabilities import TemplateCapabilities
 
 Message = dict[str, Any]
 
-REASONING: Final = ("reasoning_content", "thinking")  # the names that templates read
+REASONING: Final = ("reasoning_content", "thinking", "reasoning")  # the names that templates read
 SYSTEM_FRAME: Final = "[System message]\n{}\n[End of the system message]"
 NO_USER: Final = "[The user has not written anything yet.]"
 CALL_FRAME: Final = "[Call of {}]\n{}"
@@ -39,8 +41,8 @@ def fitted_messages(messages: Sequence[Mapping[str, Any]], template: TemplateCap
     turns = [_with_role(message) for message in messages]
     if _is_plain(turns) or not template.shows_turns:
         return [dict(message) for message in messages]
-    if any(turn["role"] == "tool" or turn.get("tool_calls") for turn in turns) and not template.accepts_tools:
-        turns = list(_with_tools_as_text(turns))
+    if any(turn["role"] == "tool" or turn.get("tool_calls") for turn in turns):
+        turns = _with_calls(turns, template)
     leading = list(takewhile(lambda turn: turn["role"] == "system", turns))
     opening = _opening(leading, template)
     rest = _with_late_systems(turns[len(leading) :], template)
@@ -136,6 +138,48 @@ def _joined(messages: Sequence[Message]) -> Message:
     if calls := [call for each in messages for call in each.get("tool_calls") or ()]:
         whole["tool_calls"] = calls
     return whole
+
+
+def _with_calls(turns: list[Message], template: TemplateCapabilities) -> list[Message]:
+    """Calls and results as the template shows them."""
+    if not template.accepts_tools:
+        return list(_with_tools_as_text(turns))
+    if any(len(turn.get("tool_calls") or ()) > 1 for turn in turns) and not template.accepts_several_calls:
+        turns = list(_with_single_calls(turns))
+    has_both = any(
+        turn.get("tool_calls") and _text(turn) and any(turn.get(name) for name in REASONING) for turn in turns
+    )
+    if has_both and not template.accepts_text_beside_thoughts_of_calls:
+        turns = list(map(_with_text_as_thought, turns))
+    return turns
+
+
+def _with_single_calls(turns: Sequence[Message]) -> Iterator[Message]:
+    """Each call as a message of its own, with its result behind it."""
+    index = 0
+    while index < len(turns):
+        turn, index = turns[index], index + 1
+        calls = turn.get("tool_calls") or ()
+        if len(calls) < 2:
+            yield turn
+            continue
+        results = list(takewhile(lambda each: each["role"] == "tool", turns[index:]))
+        index += len(results)
+        bare = {name: value for name, value in turn.items() if name not in ("content", *REASONING)}
+        for place, call in enumerate(calls):
+            yield {**(turn if place == 0 else {**bare, "content": ""}), "tool_calls": [call]}
+            own = [each for each in results if each.get("tool_call_id") == call.get("id")] or results[:1]
+            yield from own
+            results = [each for each in results if not any(each is other for other in own)]
+        yield from results
+
+
+def _with_text_as_thought(turn: Message) -> Message:
+    """A message with calls whose text is the end of its thought."""
+    if not (turn.get("tool_calls") and _text(turn)):
+        return turn
+    thoughts = {name: f"{turn[name]}\n\n{_text(turn)}" for name in REASONING if turn.get(name)}
+    return {**turn, **thoughts, "content": ""} if thoughts else turn
 
 
 def _with_tools_as_text(turns: Sequence[Message]) -> Iterator[Message]:

@@ -86,6 +86,29 @@ class TemplateCapabilities:
         return prompt is not None and _in_order(prompt, (_WORDS[0], name, argument, result))
 
     @cached_property
+    def accepts_several_calls(self) -> bool:
+        """Whether all calls of one message are shown, and the results with their names."""
+        first, second = (_call(name, {"key": name}) for name in (_WORDS[1], _WORDS[2]))
+        calls = [*first["tool_calls"], {**second["tool_calls"][0], "id": "a1b2c3d4f"}]
+        result = {**_result(_WORDS[4]), "name": _WORDS[2], "tool_call_id": "a1b2c3d4f"}
+        prompt = self._rendered(
+            [_message(0, "u"), {**first, "tool_calls": calls}, _result(_WORDS[3]), result]
+        )
+        return prompt is not None and _in_order(prompt, _WORDS[:5])
+
+    @cached_property
+    def accepts_text_beside_thoughts_of_calls(self) -> bool:
+        """Whether a message may have a text, a thought and calls."""
+        thought = {"reasoning_content": _WORDS[4], "thinking": _WORDS[4]}
+        messages = [
+            _message(0, "u"),
+            {**_call(_WORDS[1], {}), **thought, "content": _WORDS[2]},
+            _result(_WORDS[3]),
+        ]
+        prompt = self._rendered(messages)
+        return prompt is not None and _WORDS[2] in prompt
+
+    @cached_property
     def drops_thoughts(self) -> bool:
         """Whether a message of the user, after the result of a tool, takes away the thoughts before it."""
         thought = _WORDS[4]

@@ -28,6 +28,7 @@ MAX_TEXT_CHARS = 1 << 22
 # Long texts are encoded in blocks: twice as fast, for what the library notes of each token stays in cache.
 BLOCK_CHARS = 1 << 14
 SPACE = "▁"  # a space in gemma-4's tokens
+MARKS = ("\udc80", "\udc81")  # halves of surrogate pairs: no decoded text holds one
 
 # Where a piece of text always ends: no alternative of the expressions matches across, and none that ends here
 # looks at what follows.
@@ -267,16 +268,20 @@ class Tokenizer:
 class StreamDecoder:
     """Decodes one answer token by token; the pieces, joined, are `decode` of all its ids.
 
-    A character whose bytes are split over tokens is held back until it is complete.
+    A character whose bytes are split over tokens is held back until it is complete. With `is_marking`,
+    control tokens are in the text, each between the two `MARKS`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True, *, is_marking: bool = False) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
+        self._is_marking = is_marking
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` completes, possibly none."""
+        if self._is_marking and self._tokenizer.is_control(token_id):
+            return self.finish() + marked(self._tokenizer.vocabulary.tokens[token_id])
         return self._decoder.decode(self._tokenizer._visible_bytes(token_id, self._skip_special))
 
     def finish(self) -> str:
@@ -284,6 +289,11 @@ class StreamDecoder:
         rest = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return rest
+
+
+def marked(token: str) -> str:
+    """A control token as a `StreamDecoder` that marks them writes it."""
+    return f"{MARKS[0]}{token}{MARKS[1]}"
 
 
 def split_into_blocks(text: str, size: int, block_end: re.Pattern[str]) -> Iterator[str]:

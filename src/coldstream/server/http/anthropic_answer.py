@@ -9,9 +9,9 @@ from typing import Any, Final
 from coldstream.engine.request import Piece, Statistics
 from coldstream.server.http.accounts import ending_of
 from coldstream.server.output import (
+    AnswerParser,
     Content,
     OutputEvent,
-    OutputParser,
     Reasoning,
     ToolCallArguments,
     ToolCallEnd,
@@ -32,7 +32,7 @@ class MessageBlocks:
     clients that asked for thoughts send it back with its signature.
     """
 
-    def __init__(self, parser: OutputParser, *, is_thinking: bool = False) -> None:
+    def __init__(self, parser: AnswerParser, *, is_thinking: bool = False) -> None:
         self._parser = parser
         self._blocks: list[Fields] = []
         self._is_open = False  # whether the last block may grow

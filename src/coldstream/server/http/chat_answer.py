@@ -10,9 +10,9 @@ from coldstream.server.http.accounts import ending_of
 from coldstream.server.http.custom_tools import CustomInput
 from coldstream.server.http.logprob_shapes import chat_logprobs
 from coldstream.server.output import (
+    AnswerParser,
     Content,
     OutputEvent,
-    OutputParser,
     Reasoning,
     ToolCallArguments,
     ToolCallEnd,
@@ -47,7 +47,7 @@ class ChatAnswer:
 
     def __init__(
         self,
-        parser: OutputParser,
+        parser: AnswerParser,
         tokenizer: Tokenizer,
         num_top: int | None,
         *,

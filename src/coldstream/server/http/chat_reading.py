@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from coldstream.decoding import Grammar, RepetitionStop
 from coldstream.engine.answer import Request as EngineRequest
+from coldstream.errors import InvalidRequestError
 from coldstream.server.http.chat_answer import ChatAnswer
 from coldstream.server.http.chat_request import (
     ChatRequest,
@@ -19,12 +20,14 @@ from coldstream.server.http.settings import ServerSettings
 from coldstream.server.http.volatile_lines import without_volatile
 from coldstream.server.output import (
     MAX_CALLS,
-    OutputParser,
-    call_format,
+    AnswerParser,
+    constrained_answer,
     forced_calls,
+    marks_control_tokens,
     output_parser,
     prompt_opens_thought,
     thought_after,
+    writes_harmony,
 )
 from coldstream.server.served_model import ServedModel
 
@@ -41,8 +44,8 @@ class ChatPrompt:
     served: ServedModel
     request: EngineRequest
     tools: Tools  # tools that the answer may call
-    is_thinking: bool  # whether the prompt ends inside a thought
-    _parsers: list[OutputParser] = field(default_factory=list)  # one parser for each answer
+    prompt_end: str  # the last tokens of the prompt as text
+    _parsers: list[AnswerParser] = field(default_factory=list)  # one parser for each answer
 
     @property
     def max_calls(self) -> int:
@@ -54,11 +57,21 @@ class ChatPrompt:
         """Whether every answer has as many calls as it may have, so that nothing is left to say."""
         return bool(self._parsers) and all(parser.is_complete for parser in self._parsers)
 
-    def parser(self) -> OutputParser:
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the prompt ends inside a thought."""
+        return prompt_opens_thought(self.prompt_end)
+
+    def parser(self) -> AnswerParser:
         """A parser for one answer."""
-        source = self.served.template_source or ""
         self._parsers.append(
-            output_parser(source, self.tools, is_thinking=self.is_thinking, max_calls=self.max_calls)
+            output_parser(
+                self.served.template_source or "",
+                self.tools,
+                is_thinking=self.is_thinking,
+                max_calls=self.max_calls,
+                prompt_end=self.prompt_end,
+            )
         )
         return self._parsers[-1]
 
@@ -82,6 +95,11 @@ def read_chat(body: ChatRequest, served: ServedModel, settings: ServerSettings) 
     tools = [tool.model_dump(exclude_unset=True) for tool in body.usable_tools]
     source = served.template_source or ""
     grammar = _grammar(body, tools, source)
+    if grammar is not None and body.thinking_budget is not None and writes_harmony(source):
+        raise InvalidRequestError(
+            "a budget for thinking and a format of the answer, or a demanded call, are not possible together "
+            "with this model: leave one of them out"
+        )
     params = sampling_of(
         body,
         served.default_sampling,
@@ -91,15 +109,18 @@ def read_chat(body: ChatRequest, served: ServedModel, settings: ServerSettings) 
         grammar=grammar,
         repetition=RepetitionStop() if body.stop_repetition else None,
     )
+    if marks_control_tokens(source, served.tokenizer.vocabulary.control_ids):
+        params = replace(params, marks_control_tokens=True)
     with context_errors(served, "messages"):
         messages, template_settings = _for_template(body, tools, settings)
         request = served.requests.of_chat(messages, params, template_settings)
     tail = served.tokenizer.decode(request.prompt_token_ids[-_TAIL_TOKENS:], skip_special=False)
     has_thought = not body.continue_final_message
-    if has_thought and (grammar is not None or body.thinking_budget is not None):
+    holds_thought = grammar is not None and not writes_harmony(source)
+    if has_thought and (holds_thought or body.thinking_budget is not None):
         thought = thought_after(source, tail, budget=body.thinking_budget, tools=tools)
         request = replace(request, params=replace(params, thought=thought))
-    return ChatPrompt(body, served, request, tools, prompt_opens_thought(tail))
+    return ChatPrompt(body, served, request, tools, tail)
 
 
 def rendered_chat(body: ChatRequest, served: ServedModel, settings: ServerSettings) -> str:
@@ -134,7 +155,6 @@ def _grammar(body: ChatRequest, tools: Tools, source: str) -> Grammar | None:
         return forced_calls(source, [tool for tool in tools if tool["function"]["name"] == demanded])
     if demanded:
         return forced_calls(source, tools, most_calls=most_calls(body))
-    constraint = body.constraint
-    if constraint is None or not tools or call_format(source) is None:
-        return constraint
-    return replace(constraint, calls=forced_calls(source, tools, most_calls=most_calls(body)).text)
+    if body.constraint is None or (body.continue_final_message and writes_harmony(source)):
+        return body.constraint
+    return constrained_answer(source, body.constraint, tools, most_calls=most_calls(body))

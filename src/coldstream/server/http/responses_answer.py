@@ -13,9 +13,9 @@ from coldstream.server.http.custom_tools import CustomInput
 from coldstream.server.http.responses_history import sealed
 from coldstream.server.http.responses_tools import OfferedTool, OfferedTools
 from coldstream.server.output import (
+    AnswerParser,
     Content,
     OutputEvent,
-    OutputParser,
     Reasoning,
     ToolCallArguments,
     ToolCallEnd,
@@ -44,7 +44,7 @@ class ResponseItems:
 
     def __init__(
         self,
-        parser: OutputParser,
+        parser: AnswerParser,
         tools: OfferedTools,
         *,
         logprobs: Callable[[Piece], list[Fields]] | None = None,

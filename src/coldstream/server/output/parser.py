@@ -6,11 +6,13 @@ never ends is reasoning to the last. Blanks around tags are no part of what lies
 """
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
 from coldstream.server.output.call_format import Begun, CallFormat, CallReader, begins, num_held
+from coldstream.server.output.control_text import ControlText, without_control
 from coldstream.server.output.events import (
     Content,
     OutputEvent,
@@ -24,6 +26,20 @@ from coldstream.server.output.tools import ToolSignatures
 
 THINK: Final = "<think>"
 THINK_END: Final = "</think>"
+
+
+@dataclass(frozen=True)
+class ThoughtTags:
+    """What thoughts begin and end with.
+
+    label: a line that may follow the opening tag and belongs to it. may_repeat: whether a thought may also
+    come behind text, and tags without a partner are nothing.
+    """
+
+    opening: str = THINK
+    closing: str = THINK_END
+    label: str = ""
+    may_repeat: bool = False
 
 
 class _TextPhase(Enum):
@@ -46,20 +62,25 @@ class OutputParser:
         calls: CallFormat | None,
         tools: ToolSignatures,
         *,
-        has_thoughts: bool,
+        thoughts: ThoughtTags | None,
         is_thinking: bool,
         max_calls: int | None = None,
+        control: Mapping[str, str] | None = None,
         new_id: Callable[[], str] = new_call_id,
     ) -> None:
-        """calls: None if calls are content. has_thoughts: whether tags of thoughts count at all.
+        """calls: None if calls are content. thoughts: None if tags of thoughts do not count at all.
         is_thinking: whether the answer begins inside a thought. max_calls: with the end of so many the answer
-        is complete, and nothing is emitted any more.
+        is complete, and nothing is emitted any more. control: what marked control tokens are, see
+        `ControlText`; None: no tokens are marked.
         """
+        self._thoughts = thoughts or ThoughtTags()
+        self._control = None if control is None else ControlText(control)
         self._max_calls = max_calls
         self._calls, self._tools = (calls, tools) if tools.schemas else (None, tools)
         self._new_id = new_id
         self._text = ""  # text that is undecided
-        self._phase = _TextPhase.HEAD if has_thoughts or is_thinking else _TextPhase.TEXT
+        self._phase = _TextPhase.HEAD if thoughts or is_thinking else _TextPhase.TEXT
+        self._label = ""  # may still come
         self._is_thinking = is_thinking
         self._blanks = _Blanks(keeps_first=not is_thinking)
         self._readers: list[CallReader] = []  # readers of the present call and of those that follow it
@@ -75,7 +96,7 @@ class OutputParser:
 
     def push(self, text: str) -> list[OutputEvent]:
         """What is known now. Never raises."""
-        self._text += text
+        self._text += text if self._control is None else self._control.push(text)
         return self._advance(is_last=False)
 
     def finish(self) -> list[OutputEvent]:
@@ -99,22 +120,33 @@ class OutputParser:
     def _read_head(self, events: list[OutputEvent], is_last: bool) -> bool:
         """Reads a tag before everything else. Whether to go on."""
         blanks = len(self._text) - len(self._text.lstrip())
-        tags = (THINK,) if self._is_thinking else (THINK, THINK_END)
+        opening, closing = self._thoughts.opening, self._thoughts.closing
+        tags = (opening,) if self._is_thinking else (opening, closing)
         tag = begins(self._text[blanks:], tags)
         if tag is True and not is_last:
             return False
         if isinstance(tag, str):
             self._text = self._text[blanks + len(tag) :]
             self._blanks = _Blanks(keeps_first=False)
-        is_thought = tag == THINK or (self._is_thinking and tag != THINK_END)
+        is_thought = tag == opening or (self._is_thinking and tag != closing)
+        self._label = self._thoughts.label if tag == opening else ""
         self._phase = _TextPhase.THOUGHT if is_thought else _TextPhase.TEXT
         return True
 
     def _read_text(self, events: list[OutputEvent], is_last: bool) -> bool:
         """Reads text up to the next tag that counts. Whether to go on."""
+        if self._label:
+            found_label = begins(self._text, (self._label,))
+            if found_label is True and not is_last:
+                return False
+            self._text = self._text.removeprefix(self._label)
+            self._label = ""
         is_thought = self._phase is _TextPhase.THOUGHT
         openers = self._calls.openers if self._calls is not None else ()
-        tags = (*openers, THINK_END) if is_thought or self._is_close_due else openers
+        opening, closing = self._thoughts.opening, self._thoughts.closing
+        tags = (*openers, closing) if is_thought or self._is_close_due else openers
+        if self._thoughts.may_repeat:
+            tags = (*openers, opening, closing)
         found = [(place, tag) for tag in tags if (place := self._text.find(tag)) >= 0]
         if not found:
             held = 0 if is_last else num_held(self._text, tags)
@@ -124,9 +156,11 @@ class OutputParser:
             return False
         place, tag = min(found)
         self._emit(place, events)
-        if tag == THINK_END:
+        if tag in (opening, closing):
             self._text = self._text[len(tag) :]
             self._end_thought(is_closed=True)
+            if tag == opening:
+                self._phase, self._label = _TextPhase.THOUGHT, self._thoughts.label
             return True
         assert self._calls is not None
         begun = self._calls.begin(self._text, self._tools, is_last=is_last, is_thinking=is_thought)
@@ -135,7 +169,7 @@ class OutputParser:
         if isinstance(begun, Begun):
             self._begin_call(begun, events)
         else:
-            self._emit(1, events)
+            self._emit(1 if self._control is None else len(tag), events)
         return True
 
     def _begin_call(self, begun: Begun, events: list[OutputEvent]) -> None:
@@ -161,7 +195,7 @@ class OutputParser:
         if progress.has_ended:
             events.append(ToolCallEnd(index))
         elif is_last:
-            events.append(ToolCallTruncated(index, "".join(self._read) + self._text))
+            events.append(ToolCallTruncated(index, without_control("".join(self._read) + self._text)))
             self._text = ""
         else:
             return False
@@ -192,6 +226,7 @@ class OutputParser:
             self._emit_text(self._blanks.flush(), events)
 
     def _emit_text(self, text: str, events: list[OutputEvent]) -> None:
+        text = text if self._control is None else without_control(text)
         if not text:
             return
         is_thought = self._phase is _TextPhase.THOUGHT
