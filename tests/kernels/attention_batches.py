@@ -125,6 +125,7 @@ class Kind:
     has_norms: bool = True
     v_norm: bool = False
     scale: float | None = None
+    has_sinks: bool = False
 
 
 USUAL = Kind()
@@ -137,6 +138,7 @@ def some_kinds() -> st.SearchStrategy[Kind]:
         has_norms=st.booleans(),
         v_norm=st.booleans(),
         scale=st.sampled_from([None, 1.0, 0.3]),
+        has_sinks=st.booleans(),
     )
 
 
@@ -183,8 +185,15 @@ class BatchCase:
         norms = [torch.randn(self.heads[2], generator=generator) + 1 for _ in "qk"]
         if not kind.has_norms:
             norms = [None, None]
+        sinks = 3 * torch.randn(self.heads[0], generator=generator) + 2 if kind.has_sinks else None
         return AttentionHeads(
-            *norms, 1e-6, kind.output_gate, self.window, scale=kind.scale, v_norm=kind.v_norm
+            *norms,
+            1e-6,
+            kind.output_gate,
+            self.window,
+            scale=kind.scale,
+            v_norm=kind.v_norm,
+            sinks=sinks,
         )
 
     def caches(self) -> Caches:
@@ -246,7 +255,9 @@ def _check_launched(
 ) -> None:
     out, *expected_caches = expected
     num_heads, num_kv_heads, head_dim = case.heads
-    shape = AttentionShape(num_heads, num_kv_heads, head_dim, case.cache_type, case.kind.output_gate)
+    shape = AttentionShape(
+        num_heads, num_kv_heads, head_dim, case.cache_type, case.kind.output_gate, case.kind.has_sinks
+    )
     inputs, caches, rows = (on(device, each) for each in (case.inputs(), case.caches(), case.rows()))
     num_rows, width = out.shape
     kernels = IntegerKernels(shape, limits)

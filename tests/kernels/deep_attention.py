@@ -17,7 +17,7 @@ from coldstream.kernels.arithmetic.reference import exp, fma, sum_lanes
 from coldstream.kernels.attention import exact
 from coldstream.kernels.attention.cache_types import CACHE_TYPES, CacheType
 from coldstream.kernels.attention.chunks import BLOCK_SIZE, CHUNK_SIZE
-from coldstream.kernels.attention.exact import Partial, grid_cells, heads_of
+from coldstream.kernels.attention.exact import Partial, divided, grid_cells, heads_of
 from coldstream.kernels.attention.exact_integers import NUM_PLANES, IntegerHeads
 from coldstream.kernels.attention.planes import LOW_UNIT, Planes, multiply_planes, round_planes
 
@@ -42,9 +42,9 @@ class DeepHeads:
         return heads
 
 
-def attend_at_depth(heads: DeepHeads, first: int = 0) -> torch.Tensor:
+def attend_at_depth(heads: DeepHeads, first: int = 0, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """`exact.attend`: the result [H, D] of one row that sees the positions from `first`."""
-    return merge_together(*chunks_together(heads, first))
+    return merge_together(*chunks_together(heads, first), sinks)
 
 
 def chunks_together(heads: DeepHeads, first: int) -> Partial:
@@ -106,7 +106,9 @@ def _block(planes: Planes, i: int) -> Planes:
     return Planes(planes.codes[:, i], planes.scale[:, i], planes.num_planes)
 
 
-def merge_together(maximum: torch.Tensor, denominator: torch.Tensor, numerator: torch.Tensor) -> torch.Tensor:
+def merge_together(
+    maximum: torch.Tensor, denominator: torch.Tensor, numerator: torch.Tensor, sinks: torch.Tensor | None
+) -> torch.Tensor:
     """`exact.merge_chunks` of [C, H], [C, H] and [C, H, D]: the result [H, D]."""
     highest = maximum.cummax(dim=0).values
     ours, theirs = exp(highest[:-1] - highest[1:]), exp(maximum[1:] - highest[1:])
@@ -114,7 +116,7 @@ def merge_together(maximum: torch.Tensor, denominator: torch.Tensor, numerator: 
     for i, (own, their) in enumerate(zip(ours, theirs, strict=True), 1):
         weights = fma(denominator[i], their, weights * own)
         sums = fma(numerator[i], their.unsqueeze(-1), sums * own.unsqueeze(-1))
-    return sums * (1 / weights).unsqueeze(-1)
+    return divided((highest[-1], weights, sums), sinks)
 
 
 @contextmanager

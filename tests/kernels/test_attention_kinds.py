@@ -37,7 +37,11 @@ def plain_attention(case: BatchCase) -> torch.Tensor:
     is_seen = (distance >= 0) & (distance < (num_rows if case.window is None else case.window))
     scores = torch.einsum("qhd,khd->hqk", query, key)
     scores = scores / head_dim**0.5 if case.kind.scale is None else scores * case.kind.scale
-    weights = torch.softmax(scores.masked_fill(~is_seen, -torch.inf), dim=-1)
+    scores = scores.masked_fill(~is_seen, -torch.inf)
+    if heads.sinks is not None:
+        sinks = heads.sinks.double().view(-1, 1, 1).expand(-1, num_rows, 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :num_rows]
     output = torch.einsum("hqk,khd->qhd", weights, value)
     if gate_kind == "query":
         output = output * torch.sigmoid(gate)

@@ -1,5 +1,7 @@
 """Chunks merged as the GPU's kernels do it, on the host: the definition's bits for any number of them."""
 
+from itertools import product
+
 import pytest
 import torch
 from attention_batches import GATES
@@ -39,17 +41,18 @@ def check(
     widths = {"query": 2 * width, "head": shape.num_heads}
     gates = 3 * torch.randn(num_rows, widths.get(shape.output_gate, width) + 4, generator=generator)[:, :-4]
     expected = torch.zeros(num_rows, shape.num_heads, shape.head_dim)
+    sinks = 20 * torch.randn(shape.num_heads, generator=generator) if shape.has_sinks else None
     for row, position in enumerate(positions):
         if position < 0:
             continue
         first = first_position(position, window) // CHUNK_SIZE
         count = min(position // CHUNK_SIZE - first + 1, max_chunks)
         chunks = [(stats[row, :, i, 0], stats[row, :, i, 1], values[row, :, i]) for i in range(count)]
-        expected[row] = merge_chunks(chunks)
+        expected[row] = merge_chunks(chunks, sinks)
         values[row, :, count:] = stats[row, :, count:] = torch.nan
     expected = shape.cache_type.rotate_back(expected)
     ones = torch.ones(shape.head_dim)
-    heads = AttentionHeads(ones, ones, 1e-6, shape.output_gate, window)
+    heads = AttentionHeads(ones, ones, 1e-6, shape.output_gate, window, sinks=sinks)
     query_gate = gates if shape.output_gate == "query" else torch.zeros(num_rows, width)
     inputs = AttentionInputs(query_gate, ones, ones, ones, gates)
     _, gate = split_gate(inputs, shape.head_dim, heads)
@@ -82,12 +85,18 @@ def test_chunks_are_merged_as_the_definition_says(
         spare_chunks=st.integers(1, 40),
         window=st.sampled_from([None, None, 300]),
         seed=st.integers(0, 99),
+        has_sinks=st.booleans(),
         shared_per_block=st.sampled_from(SHARED_PER_BLOCK),
     )
     def check_all(
-        positions: list[int], spare_chunks: int, window: int | None, seed: int, shared_per_block: int
+        positions: list[int],
+        spare_chunks: int,
+        window: int | None,
+        seed: int,
+        has_sinks: bool,
+        shared_per_block: int,
     ) -> None:
-        shape = AttentionShape(num_heads, 1, head_dim, CACHE_TYPES["i16"], output_gate)
+        shape = AttentionShape(num_heads, 1, head_dim, CACHE_TYPES["i16"], output_gate, has_sinks)
         check(
             shape, window, positions, max(positions) // CHUNK_SIZE + 1 + spare_chunks, seed, shared_per_block
         )
@@ -112,6 +121,6 @@ def test_as_many_chunks_as_a_context_has_are_merged(
 def test_what_is_merged_already_is_only_finished(
     num_heads: int, head_dim: int, output_gate: OutputGate
 ) -> None:
-    for window in (None, 300):
-        shape = AttentionShape(num_heads, 1, head_dim, CACHE_TYPES["i8"], output_gate)
+    for window, has_sinks in product((None, 300), (False, True)):
+        shape = AttentionShape(num_heads, 1, head_dim, CACHE_TYPES["i8"], output_gate, has_sinks)
         check(shape, window, [5, 100_000, -1, 255, 256, 70_000, 3], 1, seed=4)

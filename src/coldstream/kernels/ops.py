@@ -157,6 +157,7 @@ class AttentionHeads:
     window: int | None = None  # positions that a row attends to at most, its own included; None: all
     scale: float | None = None  # of scores; None: 1 / sqrt(D)
     v_norm: bool = False  # whether each head of the values is RMS-normed, without a weight
+    sinks: Array = None  # [H], a logit of each head in its softmax, to which no value belongs; None: none
 
 
 @dataclass(frozen=True)

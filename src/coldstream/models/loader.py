@@ -160,6 +160,7 @@ class Loader:
                 window=spec.window,
                 scale=spec.scale,
                 v_norm=spec.v_norm,
+                sinks=self.vector(f"{prefix}attn_sinks.weight") if spec.sinks else None,
             ),
             rope=spec.rope,
         )

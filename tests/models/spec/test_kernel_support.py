@@ -31,7 +31,6 @@ Opened = tuple[ModelSpec, Hyperparameters]
 CHOICES: list[tuple[type, dict[str, Any], str]] = [
     (AttentionSpec, {"qk_norm": "projection"}, "q/k norm projection, supported: none, or a norm of each"),
     (AttentionSpec, {"bias": True}, "bias True"),
-    (AttentionSpec, {"sinks": True}, "sinks True"),
     (AttentionSpec, {"causal": False}, "causal False, supported: causal attention"),
     (MoeSpec, {"activation": "clamped swiglu"}, "activation clamped swiglu, supported: swiglu"),
     (MoeSpec, {"bias": True}, "expert bias True"),
@@ -42,6 +41,7 @@ COMPUTED: list[tuple[type, dict[str, Any]]] = [
     (AttentionSpec, {"qk_norm": "none"}),
     (AttentionSpec, {"scale": 0.5}),
     (AttentionSpec, {"v_norm": True}),
+    (AttentionSpec, {"sinks": True}),
     (AttentionSpec, {"values_are_keys": True}),
     *((AttentionSpec, {"output_gate": gate}) for gate in ("none", "head", "element")),
     (AttentionSpec, {"window": 128}),

@@ -27,6 +27,7 @@ class AttentionShape:
     head_dim: int
     cache_type: CacheLayout
     output_gate: OutputGate = "query"
+    has_sinks: bool = False
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
@@ -39,7 +40,8 @@ class AttentionShape:
         head_dim = inputs.key.shape[1] // caches.k.shape[2]
         num_heads = inputs.query_gate.shape[1] // (2 * head_dim if heads.output_gate == "query" else head_dim)
         cache_type = CacheLayout.of(caches.k, head_dim)
-        return cls(num_heads, caches.k.shape[2], head_dim, cache_type, heads.output_gate)
+        has_sinks = heads.sinks is not None
+        return cls(num_heads, caches.k.shape[2], head_dim, cache_type, heads.output_gate, has_sinks)
 
     @property
     def group_size(self) -> int:

@@ -92,7 +92,7 @@ def attention_exact(
         first = first_position(position, heads.window)
         pieces, places = seen(rows, row)
         keys, values = (cache[pieces[first:], places[first:]] for cache in (caches.k, caches.v))
-        outputs.append(attend(heads_of(cache_type, q, keys, values), first).unsqueeze(0))
+        outputs.append(attend(heads_of(cache_type, q, keys, values), first, heads.sinks).unsqueeze(0))
     output = cache_type.rotate_back(torch.cat(outputs))
     return finish(output, gate, heads, sigmoid, softplus)
 
@@ -111,17 +111,17 @@ def first_position(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position - window + 1)
 
 
-def attend(heads: Heads, first: int = 0) -> torch.Tensor:
-    """The result [H, D] of one row that sees the positions from `first`.
+def attend(heads: Heads, first: int = 0, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    """The result [H, D] of one row that sees the positions from `first`; sinks [H] if there are any.
 
     Chunks are computed separately, then merged in ascending order.
     """
     parts = grid_cells(first, first + heads.num_positions, CHUNK_SIZE)
-    return merge_chunks([attend_chunk(heads, first, part) for part in parts])
+    return merge_chunks([attend_chunk(heads, first, part) for part in parts], sinks)
 
 
-def merge_chunks(chunks: Sequence[Partial]) -> torch.Tensor:
-    """The result [H, D] of chunks in ascending order, at least one."""
+def merge_chunks(chunks: Sequence[Partial], sinks: torch.Tensor | None = None) -> torch.Tensor:
+    """The result [H, D] of chunks in ascending order, at least one; sinks [H] if there are any."""
     maximum, denominator, numerator = chunks[0]
     for chunk_maximum, chunk_denominator, chunk_numerator in chunks[1:]:
         next_maximum = torch.maximum(maximum, chunk_maximum)
@@ -129,6 +129,17 @@ def merge_chunks(chunks: Sequence[Partial]) -> torch.Tensor:
         denominator = fma(chunk_denominator, theirs, denominator * ours)
         numerator = fma(chunk_numerator, theirs.unsqueeze(-1), numerator * ours.unsqueeze(-1))
         maximum = next_maximum
+    return divided((maximum, denominator, numerator), sinks)
+
+
+def divided(merged: Partial, sinks: torch.Tensor | None) -> torch.Tensor:
+    """The result [H, D] of all chunks, after one last merge with the heads' sinks [H]."""
+    maximum, denominator, numerator = merged
+    if sinks is not None:
+        last_maximum = torch.maximum(maximum, sinks)
+        ours = exp(maximum - last_maximum)
+        denominator = denominator * ours + exp(sinks - last_maximum)
+        numerator = numerator * ours.unsqueeze(-1)
     return numerator * (1 / denominator).unsqueeze(-1)
 
 

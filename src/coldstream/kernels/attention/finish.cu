@@ -27,7 +27,7 @@ __device__ __forceinline__ void store_columns(float* to, const float (&x)[lane_c
 
 // Gates and positions were written before the previous launch began, so that they may be read before that
 // launch has ended.
-template <int head_dim, OutputGate gate>
+template <int head_dim, OutputGate gate, bool has_sinks>
 __global__ void __launch_bounds__((finish_warps * warp_size)) attention_finish(const MergeArguments a) {
   const int num_columns = a.num_heads * head_dim,
             num_groups = (num_columns + group_elements - 1) / group_elements;
@@ -44,8 +44,16 @@ __global__ void __launch_bounds__((finish_warps * warp_size)) attention_finish(c
   float result[lane_columns] = {};
   if (position >= 0) {
     const int64_t head = int64_t{row} * a.num_heads + column / head_dim;
-    const float factor = 1.0f / a.stats[head].y;
+    float2 stats = a.stats[head];
     load_columns(a.values + head * head_dim + column % head_dim, result);
+    if constexpr (has_sinks) {
+      const float sink = a.sinks[column / head_dim], greatest = fmaxf(stats.x, sink);
+      const float ours = exact_exp(stats.x - greatest);
+      stats.y = stats.y * ours + exact_exp(sink - greatest);
+#pragma unroll
+      for (float& value : result) value *= ours;
+    }
+    const float factor = 1.0f / stats.y;
 #pragma unroll
     for (float& value : result) value *= factor;
   }

@@ -42,8 +42,9 @@ __device__ __forceinline__ void find_factors(float2 own, bool is_first, float ma
 }
 
 // `stages` batches of chunks are in shared memory together: one is merged while the others are on their way.
-// Factors are found for some batches at once, a warp for each of them and of the heads.
-template <int head_dim, int stages>
+// Factors are found for some batches at once, a warp for each of them and of the heads. Sinks are merged as a
+// chunk behind the last one, with a denominator of 1 and without values.
+template <int head_dim, bool has_sinks, int stages>
 struct Merger {
   static constexpr int most_heads = (group_elements + head_dim - 2) / head_dim + 1;  // that a group may meet
   static constexpr int num_warps = merge_threads / warp_size;
@@ -106,6 +107,10 @@ struct Merger {
       if (of >= most_heads) continue;
       if (first_head + of < a.num_heads && chunk < num_chunks)
         own[i] = a.stats[first_place + int64_t{first_head + of} * a.max_chunks + chunk];
+      if constexpr (has_sinks) {
+        if (first_head + of < a.num_heads && chunk == num_chunks)
+          own[i] = make_float2(a.sinks[first_head + of], 1.0f);
+      }
       const float best = greatest_of_warp(own[i].x);
       if (lane == 0) factors.maxima[of][batch] = best;
     }
@@ -147,6 +152,13 @@ struct Merger {
 #pragma unroll 1
       for (int i = 0; i < count; i++) add(own[i], values[i][threadIdx.x]);
     }
+    if constexpr (has_sinks) {
+      if (num_chunks / merge_batch == batch) {
+        const MergeFactors by = own[num_chunks % merge_batch];
+        numerator *= by.ours;
+        denominator = denominator * by.ours + by.theirs;
+      }
+    }
     __syncthreads();
   }
 };
@@ -172,9 +184,9 @@ __device__ __forceinline__ float head_rotated_back(float x, float (*staged)[grou
   return x * (1.0f / size);
 }
 
-template <int head_dim, OutputGate gate, int stages>
+template <int head_dim, OutputGate gate, bool has_sinks, int stages>
 __global__ void __launch_bounds__(merge_threads) attention_merge(const MergeArguments a) {
-  using MergerOfHead = Merger<head_dim, stages>;
+  using MergerOfHead = Merger<head_dim, has_sinks, stages>;
   __shared__ typename MergerOfHead::FactorsOfSpan factors;
   float (*const staged)[group_elements] = reinterpret_cast<float (*)[group_elements]>(dynamic_shared);
   wait_for_previous_grid();
@@ -183,12 +195,13 @@ __global__ void __launch_bounds__(merge_threads) attention_merge(const MergeArgu
             first_chunk = first_position(position, a.window) / chunk_positions;
   // None of a row of no sequence.
   const int num_chunks = position < 0 ? 0 : min(position / chunk_positions - first_chunk + 1, a.max_chunks);
+  const int num_merged = has_sinks && num_chunks > 0 ? num_chunks + 1 : num_chunks;
   MergerOfHead m(a, staged, factors, num_chunks);
   m.start();
   const int column = min(m.first_column + int(threadIdx.x), m.num_columns - 1);
   const HeadEnd<head_dim, gate, 1> end(a, m.row, column);
 #pragma unroll 1
-  for (int batch = 0; batch * merge_batch < num_chunks; batch++) m.merge(batch);
+  for (int batch = 0; batch * merge_batch < num_merged; batch++) m.merge(batch);
   float results[1] = {num_chunks > 0 ? m.numerator * (1.0f / m.denominator) : 0.0f};
   results[0] = head_rotated_back<head_dim>(results[0], staged);
   end.apply(results);

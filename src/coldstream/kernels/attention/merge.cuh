@@ -12,6 +12,7 @@ enum class OutputGate { none, query, head, element };
 struct MergeArguments {
   const float* values;
   const float* gates;  // of all heads of a row; null without gates
+  const float* sinks;  // [H], or null
   const float2* stats;
   const int32_t* positions;
   float* out;     // [T, H · D] or null

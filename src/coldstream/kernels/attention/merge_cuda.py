@@ -36,7 +36,8 @@ class MergeKernels:
 
     def __init__(self, shape: AttentionShape, shared_per_block: int) -> None:
         self.shape = shape
-        parameters = f"{shape.head_dim}, coldstream::OutputGate::{shape.output_gate}"
+        has_sinks = str(shape.has_sinks).lower()
+        parameters = f"{shape.head_dim}, coldstream::OutputGate::{shape.output_gate}, {has_sinks}"
         self._most_batches = min(MOST_BATCHES, (shared_per_block - STATIC_BYTES) // BATCH_BYTES)
         self._fewest_batches = min(FEWEST_BATCHES, self._most_batches)
         self._finishing = f"coldstream::attention_finish<{parameters}>"
@@ -82,6 +83,8 @@ class MergeKernels:
         )
         if gates is not None:
             arguments.gates = gates.data_ptr()
+        if heads.sinks is not None:
+            arguments.sinks = heads.sinks.data_ptr()
         if out is not None:
             arguments.out = out.data_ptr()
         if quantised is not None:

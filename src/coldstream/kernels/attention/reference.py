@@ -99,7 +99,11 @@ def attend(
     scores = torch.einsum("lgrd,pgd->grlp", query, key.to(query.dtype)) * scale
     distance = positions.unsqueeze(-1) - torch.arange(key.shape[0])  # [L, P]
     is_outside = (distance < 0) | (distance >= (key.shape[0] if window is None else window))
-    weights = scores.masked_fill(is_outside, -torch.inf).softmax(dim=-1)
+    scores = scores.masked_fill(is_outside, -torch.inf)
+    if heads.sinks is not None:
+        sinks = heads.sinks.to(scores.dtype).reshape(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : key.shape[0]]
     output = torch.einsum("grlp,pgd->lgrd", weights, value.to(query.dtype))
     return output.reshape(num_rows, num_heads, head_dim)
 

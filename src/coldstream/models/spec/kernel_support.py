@@ -57,7 +57,6 @@ def _mixer_fields(spec: AttentionSpec | DeltaNetSpec) -> Iterator[_LayerField]:
     yield _LayerField("q/k norm", spec.qk_norm, of_heads, "none, or a norm of each head")
     yield _LayerField("bias", spec.bias, not spec.bias, "attention without biases")
     yield _LayerField("causal", spec.causal, spec.causal, "causal attention", ("attention.causal",))
-    yield _LayerField("sinks", spec.sinks, not spec.sinks, "attention without sinks")
 
 
 def _ffn_fields(spec: MoeSpec | DenseFfnSpec) -> Iterator[_LayerField]:

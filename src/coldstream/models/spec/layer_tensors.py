@@ -117,6 +117,8 @@ def attention_tensors(spec: AttentionSpec, hidden: int) -> tuple[Requirement, ..
     others: dict[str, Shape] = {"attn_output.weight": (hidden, spec.query_dim)}
     if spec.qk_norm == "head":
         others |= {"attn_q_norm.weight": (spec.head_dim,), "attn_k_norm.weight": (spec.head_dim,)}
+    if spec.sinks:
+        others["attn_sinks.weight"] = (spec.num_heads,)
     if spec.gate_rows:
         others["attn_gate.weight"] = (spec.gate_rows, hidden)
     return ((split, fused), *each(others))

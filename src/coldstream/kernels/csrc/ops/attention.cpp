@@ -333,7 +333,8 @@ class AttentionOp : public Op {
   }
   int32_t first_chunk(int64_t row) const { return first_seen(row) / static_cast<int32_t>(attention_chunk); }
 
-  void finish(const float* result, int64_t row, int64_t head) {
+  void finish(float* result, int64_t row, int64_t head) {
+    if (a_.sinks != nullptr) kernels_.attend_sink(result, a_.sinks[head], a_.head_size);
     cache_.finish(result, gate(row, head), a_.out.row(row) + head * a_.head_size, a_.head_size);
   }
 

@@ -222,6 +222,15 @@ static void attend_merge(float* total, const float* row, int64_t head_size) {
   }
 }
 
+static void attend_sink(float* total, float sink, int64_t head_size) {
+  const int64_t width = head_floats(head_size);
+  const float before = total[width], after = sink > before ? sink : before;
+  const float factor = exp_of(before - after);
+  total[width] = after;
+  total[width + 1] = total[width + 1] * factor + exp_of(sink - after);
+  for (int64_t i = 0; i < width; i += 16) store16(total + i, mul16(load16(total + i), splat16(factor)));
+}
+
 // What value i of a head and those behind it, of which `left` exist, are multiplied by.
 static inline Vec16 opened16(HeadGate gate, int64_t i, int64_t left) {
   if (gate.kind == OutputGate::query) return sigmoid16(load16(gate.values + i, left));

@@ -166,6 +166,8 @@ struct FloatKernels {
   CacheKernels caches[num_cache_types];
   // Adds `row` to `total`, both of attention_row_floats.
   void (*attend_merge)(float* total, const float* row, int64_t head_size);
+  // Adds a logit without a value to `total`.
+  void (*attend_sink)(float* total, float sink, int64_t head_size);
 
   // out = silu(Σ_j taps[j · tap_stride] · inputs[j]), j ascending
   void (*convolve)(const float* const* inputs, const float* taps, int64_t tap_stride, int64_t num_taps,

@@ -112,6 +112,7 @@ struct AttentionArguments {
   InputRows key, value;          // [T, kv heads · head_size]
   const float *q_norm, *k_norm;  // [head_size]; both null without norms
   std::vector<float> v_norm;     // ones [head_size]; empty without a norm of values
+  const float* sinks;            // [heads], or null
   float eps, scale;              // scale: of queries
   InputRows angles;              // [T, pairs · 2]
   // [pieces, positions, kv heads, row], contiguous; a piece is a sequence's, for a batch a block of

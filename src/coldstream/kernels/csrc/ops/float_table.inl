@@ -15,6 +15,7 @@
 #include "ops/integer_cache_table.inl"
 },
 .attend_merge = attend_merge,
+.attend_sink = attend_sink,
 .convolve = convolve,
 .delta_gates = delta_gates,
 .delta_advance = delta_advance,

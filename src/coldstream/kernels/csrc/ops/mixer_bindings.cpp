@@ -108,6 +108,7 @@ void attention(Runtime& rt, const Array2d& query_gate, const Array2d& key, const
   const auto k_norm = field<std::optional<Array1d>>(attention_heads, "k_norm");
   if (q_norm.has_value() != k_norm.has_value()) refuse("q_norm and k_norm come together");
   const auto window = field<std::optional<int64_t>>(attention_heads, "window");
+  const auto sinks = field<std::optional<Array1d>>(attention_heads, "sinks");
   const auto scale = field<std::optional<float>>(attention_heads, "scale", true);
   const int64_t rows = size_of(key, 0), kv_heads = size_of(k_cache, 2);
   const int64_t size = size_of(key, 1) / std::max<int64_t>(kv_heads, 1);
@@ -141,6 +142,7 @@ void attention(Runtime& rt, const Array2d& query_gate, const Array2d& key, const
       .q_norm = q_norm ? vector(*q_norm, "q_norm", size) : nullptr,
       .k_norm = k_norm ? vector(*k_norm, "k_norm", size) : nullptr,
       .v_norm = std::vector<float>(field<bool>(attention_heads, "v_norm") ? size : 0, 1.0f),
+      .sinks = sinks ? vector(*sinks, "sinks", heads) : nullptr,
       .eps = field<float>(attention_heads, "eps", true),
       .scale = scale ? *scale : 1.0f / __builtin_sqrtf(static_cast<float>(size)),
       .angles = {angles.data(), 2 * num_pairs},
@@ -154,8 +156,8 @@ void attention(Runtime& rt, const Array2d& query_gate, const Array2d& key, const
       .out = output(out, "out", rows, heads * size),
   };
   submit_with(rt, make_attention(kernels_of(rt), arguments), rows, query_gate, key, value,
-              q_norm.value_or(Array1d()), k_norm.value_or(Array1d()), angles, k_cache, v_cache, positions,
-              state_ids, out, gate ? *gate : query_gate);
+              q_norm.value_or(Array1d()), k_norm.value_or(Array1d()), sinks.value_or(Array1d()), angles,
+              k_cache, v_cache, positions, state_ids, out, gate ? *gate : query_gate);
 }
 
 // [channels, taps] as one contiguous row per tap.
