@@ -16,4 +16,3 @@ def test_all_parts_of_a_step_take_the_host_time(tmp_path: Path) -> None:
     assert 0.2 < row["hit_rate"] < 0.9
     assert row["copies_per_token"] > 1, "some experts come and go"
     assert all(microseconds > 0 for microseconds in row["us"].values())
-    assert max(row["us"].values()) == row["us"]["all"]
