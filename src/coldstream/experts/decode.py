@@ -98,13 +98,7 @@ class DecodeExperts:
     def guesses(self, num_rows: int) -> bool:
         """Whether a step of `num_rows` rows guesses at later layers' experts."""
         has_ring = self._ring is not None and self._tables.reads_any
-        return has_ring and num_rows <= MAX_GEMV_ROWS and self._can_look_ahead
-
-    @property
-    def _can_look_ahead(self) -> bool:
-        routers = self._tables.routers
-        shapes = {each.gate.shape for each in routers if isinstance(each.gate, QuantTensor)}
-        return len(shapes) == 1
+        return has_ring and num_rows <= MAX_GEMV_ROWS and self._tables.can_look_ahead
 
     def route(self, x: Activations, weights: RouterWeights, experts: ExpertWeights) -> Routing:
         """See `Executor`; `Routing.places` says where all experts are computed."""
@@ -142,7 +136,7 @@ class DecodeExperts:
 
     def _hints_at(self, tokens: int) -> bool:
         """Whether the CPU reads ahead what a step's routers guess: that of one token."""
-        return tokens == 1 and self._tables.is_mapped and self._can_look_ahead
+        return tokens == 1 and self._tables.is_mapped and self._tables.can_look_ahead
 
     def _hints(self, later: int, ring: PrefetchRing | None) -> Hints:
         """ring: into which missing experts of the layer are copied meanwhile."""

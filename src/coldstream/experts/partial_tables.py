@@ -11,6 +11,7 @@ from coldstream.kernels.experts.cuda_layer import Stacks, stacks_of
 from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import ExpertWeights, RouterWeights
+from coldstream.kernels.quant_tensor import QuantTensor
 
 
 class PartialTables:
@@ -27,6 +28,7 @@ class PartialTables:
         self._whole = tuple(f"blk.{layer}." for layer in whole_layers)
         self.layers: list[Stacks] = []
         self.routers: list[RouterWeights] = []
+        self.can_look_ahead = False  # whether a later router may read what an earlier one does
         self._numbers: dict[int, int] = {}  # by the identity of a layer's first table
 
     def map_stack(self, file: GGUFFile, info: TensorInfo) -> ExpertTable | None:
@@ -61,6 +63,8 @@ class PartialTables:
             self.routers.append(router)
             if self._host is not None:
                 self._host.add_layer(stacks)
+        shapes = {each.gate.shape for each in self.routers if isinstance(each.gate, QuantTensor)}
+        self.can_look_ahead = len(shapes) == 1
 
     def _with_pool(self, stacks: Stacks) -> Stacks:
         """The tables of a layer, with those of its experts in a pool, whose memory is taken for any host."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -257,10 +258,25 @@ class BatchArrays:
     """
 
     def __init__(self, memory: Any, size: BatchSize) -> None:
-        columns = _COLUMNS * size.num_rows
-        self.columns = memory[:columns].reshape(_COLUMNS, size.num_rows)  # token ids first
-        self._tables = memory[columns : size.num_values].reshape(size.num_segments, size.num_blocks)
-        self.token_ids, self.rows = rows_of(self.columns, self._tables)
+        self._memory, self._size = memory, size
+        num_values = _COLUMNS * size.num_rows
+        self.columns = memory[:num_values].reshape(_COLUMNS, size.num_rows)  # token ids first
+
+    @cached_property
+    def _tables(self) -> Any:
+        size = self._size
+        values = self._memory[_COLUMNS * size.num_rows : size.num_values]
+        return values.reshape(size.num_segments, size.num_blocks)
+
+    @property
+    def token_ids(self) -> Any:
+        """Of all rows."""
+        return self.columns[0]
+
+    @property
+    def rows(self) -> Rows:
+        """What else there is of them. Its views take longer to make than all else of a decoded token."""
+        return rows_of(self.columns, self._tables)[1]
 
     def write(self, segments: Collection[CheckedSegment]) -> int:
         """Writes the rows of segments, whose memory must be reserved. Returns their number."""
