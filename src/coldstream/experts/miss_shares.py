@@ -87,7 +87,7 @@ class MissShares:
         self._num_updates = 0
         self._recall = Recall(GUESSED) if copies_ahead else None
         self._prompts = PromptPaces(times)
-        self._fetches = self._by_fetches()
+        self._words = self._words_now()
 
     def begin(self, seen: Seen) -> None:
         """What comes after `seen` is of steps of one row."""
@@ -107,8 +107,10 @@ class MissShares:
             guessed, right = (now - then for now, then in zip(seen.guesses, before.guesses, strict=True))
             self._recall.learn(guessed, right)
         has_moved = self._learn_times(before, seen)
-        fetches_before, self._fetches = self._fetches, self._by_fetches()
-        return has_moved or self._fetches != fetches_before
+        if has_moved or self._recall is not None:
+            words, self._words = self._words, self._words_now()
+            has_moved = has_moved or self._words != words
+        return has_moved
 
     def learn_prompt(self, work: Array, experts: Array) -> bool:
         """Learns from a prompt. work: its `Seen.cpu`; experts: that the CPU computed, float64 [layers].
@@ -120,13 +122,13 @@ class MissShares:
             return False
         requests, pairs, seconds = work
         overhead = self._overhead.units * self._forecast.cpu[0] * self._balance.factors[0]
-        return self._prompts.learn(pairs, experts, 1e9 * seconds - overhead * requests)
+        has_moved = self._prompts.learn(pairs, experts, 1e9 * seconds - overhead * requests)
+        if has_moved:
+            self._words = self._words_now()
+        return has_moved
 
-    def _by_fetches(self) -> tuple[int, ...]:
-        if self._recall is None:
-            return ()
-        times, recall = self.times, self._recall.share
-        return *times.by_fetches(MAX_RANKS, recall), *times.by_shared_fetches(MAX_RANKS, recall)
+    def _words_now(self) -> tuple[int, ...]:
+        return self.times.words(None if self._recall is None else self._recall.share)
 
     def _learn_times(self, before: Seen, seen: Seen) -> bool:
         """Of `learn`."""
@@ -178,15 +180,14 @@ class MissShares:
         return replace(
             forecast,
             answer=min(MAX_NS, round(forecast.answer + request)),
-            cpu=tuple(map(_scaled, forecast.cpu, self._prompts.factors(cpu))),
-            bus=_scaled(forecast.bus, bus),
-            row_bus=_scaled(self._bus_ns, bus * self._tilt.factor),
+            cpu=tuple(_scaled(np.array(forecast.cpu), np.array(self._prompts.factors(cpu))).tolist()),
+            bus=int(_scaled(forecast.bus, bus)),
+            row_bus=int(_scaled(self._bus_ns, bus * self._tilt.factor)),
         )
 
     def words(self) -> tuple[Array, Array]:
         """`MissTimes.words` for all layers, and for the one that tries what the others may never do."""
-        recall = None if self._recall is None else self._recall.share
-        words = np.array(self.times.words(recall), np.int32)
+        words = np.array(self._words, np.int32)
         tried, by_bus = words.copy(), np.arange(MAX_RANKS + 1, dtype=np.int32)
         by_cpu, by_the_bus = self._balance.probes
         most = np.maximum(by_bus - 1, 0) if by_cpu else by_bus
@@ -215,8 +216,9 @@ def _typical(units: Array, seconds: Array) -> Work:
     return Work(float(units.sum()), float(units.sum() * np.median(seconds[usable] / units)))
 
 
-def _scaled(nanoseconds: int, factor: float) -> int:
-    return max(1, min(MAX_NS, round(nanoseconds * factor)))
+def _scaled(nanoseconds: Any, factor: Any) -> Any:
+    """Integers, of one time or of an array of them."""
+    return np.clip(np.rint(nanoseconds * factor), 1, MAX_NS).astype(np.int64)
 
 
 class StampsOfAStep(NamedTuple):

@@ -104,13 +104,15 @@ class MissTimes:
     def _num_fetched(self, misses: int, recall: float) -> int:
         if not self.layer:
             return 0
-        in_time = [
-            number
-            for number in range(misses + 1)
-            if number * self.bus <= self._period(misses - number)
-            or (misses == 1 and self.bus <= 2 * self.layer)
-        ]
-        return min(in_time, key=lambda number: self._behind_copies(number, misses - recall * number))
+        best, least = 0, self._behind_copies(0, misses)
+        for number in range(1, misses + 1):
+            is_alone = misses == 1 and self.bus <= 2 * self.layer
+            if number * self.bus > self._period(misses - number) and not is_alone:
+                break  # more copies come later, and leave the CPU less to do meanwhile
+            time = self._behind_copies(number, misses - recall * number)
+            if time < least:
+                best, least = number, time
+        return best
 
     def _period(self, by_cpu: int) -> int:
         return self.layer + (self.answer + by_cpu * self.cpu[0] if by_cpu else 0)
