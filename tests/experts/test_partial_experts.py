@@ -405,7 +405,7 @@ def test_one_use_of_another_expert_pushes_no_planned_one_out(
     policy = DecayedFrequency.for_late_copies()
     cache = ExpertCache(found.layer_bytes, 4, found.num_slots, policy, profile=found.uses)
     for copy in cache.load(found.residents):
-        cache.copied(copy)
+        cache.copied([copy])
     for used in ([], [2, 4], []):  # residents of neither layer
         step = cache.start_step().step
         cache.finish_step(step, np.array(used, np.int64))

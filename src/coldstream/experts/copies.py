@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +19,7 @@ from cuda.bindings import driver
 from coldstream.errors import ColdstreamError, DeviceError, ModelChangedError
 from coldstream.experts.host import HostExperts
 from coldstream.experts.staging import NUM_PINNED_BUFFERS, StagingCopy
-from coldstream.kernels.cuda.host_memory import parts_of
+from coldstream.kernels.cuda.host_memory import all_from_host
 from coldstream.kernels.cuda.runtime import allocations, calls, streams
 
 NUM_READERS = 8
@@ -179,28 +178,12 @@ def copy_to_device(
         copies = [
             each if each.is_held else each._replace(source=first_source + each.offset) for each in copies
         ]
-    parts = [
-        (target + copy.offset + offset, copy.source + offset, size)
-        for copy in copies
-        for offset, size in parts_of(copy.source, copy.size)
-    ]
-    targets, sources = ([driver.CUdeviceptr(part[side]) for part in parts] for side in (0, 1))
-    sizes = [size for _, _, size in parts]
+    places = [(target + copy.offset, copy.source, copy.size) for copy in copies]
     for _ in range(2):
-        (status,) = driver.cuMemcpyBatchAsync(
-            targets, sources, sizes, len(sizes), [_in_order()], [0], 1, stream.handle
-        )
+        status = all_from_host(places, stream)
         if status == driver.CUresult.CUDA_SUCCESS:
             return
     raise DeviceError(f"experts cannot be copied: {driver.cuGetErrorString(status)[1].decode()}")
-
-
-@cache
-def _in_order() -> "driver.CUmemcpyAttributes":
-    """Sources are read when the stream comes to the copies."""
-    access = driver.CUmemcpyAttributes()
-    access.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-    return access
 
 
 def read_host(host: HostExperts, address: int, target: np.ndarray[Any, Any]) -> None:

@@ -121,10 +121,11 @@ class GuessCounter:
         if resident is None:
             return
         has_slot = resident[self._distance :]
-        layers = np.arange(len(has_slot))[:, None, None]
-        missing = ~has_slot[layers, np.clip(guessed[: len(has_slot)], 0, has_slot.shape[1] - 1)]
+        guessed, hits = guessed[: len(has_slot)], hits[: len(has_slot)]
+        first = np.arange(0, has_slot.size, resident.shape[1])[:, None, None]  # of each layer's experts
+        missing = ~has_slot.reshape(-1).take(guessed + first, mode="clip")
         missing &= missing.cumsum(axis=-1) <= self._num_places
-        num_missing, num_right = int(missing.sum()), int((missing & hits[: len(has_slot)]).sum())
+        num_missing, num_right = int(np.count_nonzero(missing)), int(np.count_nonzero(missing & hits))
         self.missing = self.missing[0] + num_missing, self.missing[1] + num_right
 
 

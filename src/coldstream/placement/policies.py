@@ -92,12 +92,13 @@ class Policy(ABC):
         count = candidates.size if self.max_copies is None else min(candidates.size, self.max_copies)
         num_free = min(count, num_free)
         # Their numbers negated, so that of equally weak residents the highest goes first.
-        weakest = residents[_first(self.scores[residents], -residents, count - num_free)]
+        of_residents = self.scores[residents]
+        weakest = _first(of_residents, -residents, count - num_free)
         strongest = _first(-values, candidates, num_free + weakest.size)
-        victims = np.concatenate([np.full(num_free, -np.inf), self.scores[weakest]])
+        victims = np.concatenate([np.full(num_free, -np.inf), of_residents[weakest]])
         # Candidates descend and victims ascend in score, so those that pay are a prefix of both.
         num_paid = int(np.count_nonzero(self.pays(values[strongest], victims)))
-        return Changes(candidates[strongest[:num_paid]], weakest[: max(0, num_paid - num_free)])
+        return Changes(candidates[strongest[:num_paid]], residents[weakest[: max(0, num_paid - num_free)]])
 
 
 class Static(Policy):
@@ -293,5 +294,5 @@ def _first(keys: Array, ties: Array, count: int) -> Array:
         return _NONE
     if count == keys.size:
         return np.lexsort((ties, keys))
-    where = np.flatnonzero(keys <= np.partition(keys, count - 1)[count - 1])
+    where: Array = (keys <= np.partition(keys, count - 1)[count - 1]).nonzero()[0]
     return where[np.lexsort((ties[where], keys[where]))[:count]]

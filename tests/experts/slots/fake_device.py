@@ -153,7 +153,7 @@ class Caller:
 
     def copied(self, copy: Copy, ok: bool = True) -> bool:
         self.device.end(copy, ok)
-        goes_on = self.cache.copied(copy, ok)
+        goes_on = self._said(copy, ok)
         self.failures[copy.expert] = 0 if ok else self.failures.get(copy.expert, 0) + 1
         assert goes_on == (self.failures[copy.expert] < 2)
         if not goes_on:
@@ -162,7 +162,14 @@ class Caller:
 
     def copied_again(self, copy: Copy, ok: bool) -> None:
         """Reports a copy that had ended once more."""
-        assert self.cache.copied(copy, ok)
+        assert self._said(copy, ok)
+
+    def _said(self, copy: Copy, ok: bool) -> bool:
+        """Whether the copy is done, or begun again."""
+        if not ok:
+            return self.cache.failed(copy)
+        self.cache.copied([copy])
+        return True
 
     def resize(self, size: int, num_slots: int) -> None:
         self.cache.resize(size, num_slots)
@@ -202,7 +209,7 @@ class Caller:
             free = set(pool._free)
             assert len(free) == len(pool._free)
             for index, slot in enumerate(pool.slots):
-                state, expert = slot.state.value, int(pool.owners[index])
+                state, expert = slot.state.value, slot.owner
                 assert (index in free) == (state == "free" and index < pool.size)
                 assert (expert < 0) == (state == "free")
                 writers = [copy for copy in device.in_flight if device.place(copy) == (size, index)]

@@ -3,6 +3,7 @@
 import ctypes
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -54,6 +55,8 @@ LAYERS = [
     layer(32, 64, QuantType.Q8_0, 9),
     layer(32, 32, QuantType.F16, 5),
 ]
+# The same tables, whose experts the device may read where they are.
+LOCKED_LAYERS = [[replace(stack, mapped=stack.source) for stack in stacks] for stacks in LAYERS]
 SIZES = [expert_bytes(stacks) for stacks in LAYERS]
 
 
@@ -85,6 +88,7 @@ class SmallPool:
 
     def __init__(self, num_pieces: int, seed: int) -> None:
         self.num_back, self.lasting_share = 0, 0.5
+        self.is_registered = bool(seed % 2)
         self._rooms: dict[int, Room] = {}  # by piece
         self._rng = np.random.default_rng(seed)
         self._pieces = [np.zeros(max(SIZES), np.uint8) for _ in range(num_pieces)]

@@ -18,6 +18,7 @@ pytest.importorskip("cuda.bindings")
 from cuda.bindings import driver
 from residency_cases import (
     LAYERS,
+    LOCKED_LAYERS,
     NUM_EXPERTS,
     SIZES,
     SLOTS_OF_A_SIZE,
@@ -62,13 +63,12 @@ def test_trap_20_tables_lead_to_the_bytes_of_their_experts(experts: list[int], s
     with model_device(0):
         slots = make_slots(segment_bytes)
         places = _ExpertAddresses(LAYERS, slots)
-    numbers = {expert: index for index, expert in enumerate(experts)}
-    for expert, slot in numbers.items():
-        targets, sizes = places.of_slot(expert, slot)
-        for source, target, size in zip(places.mapped(expert), targets, sizes, strict=True):
+    arrived, in_slots = np.array(experts, np.int64), np.arange(len(experts))
+    addresses = zip(experts, places.mapped(arrived), places.in_slots(arrived, in_slots), strict=True)
+    for expert, sources, targets in addresses:
+        for source, target, size in zip(sources, targets, places.sizes(expert), strict=True):
             ctypes.memmove(target, source, size)
-    arrived = np.array(experts, np.int64)
-    where, values = places.entries(arrived, np.array(list(numbers.values())), np.empty(0, np.int64))
+    where, values = places.entries(arrived, in_slots, np.empty(0, np.int64))
     assert len(where) == len(values) == MATRICES * len(experts)
     for address, value in zip(where.tolist(), values.tolist(), strict=True):
         ctypes.c_int64.from_address(address).value = value
@@ -76,7 +76,7 @@ def test_trap_20_tables_lead_to_the_bytes_of_their_experts(experts: list[int], s
         stacks = LAYERS[number // NUM_EXPERTS]
         for stack in stacks:
             found = int(stack.addresses[number % NUM_EXPERTS])
-            assert (found != 0) == (number in numbers)
+            assert (found != 0) == (number in experts)
             if found:
                 expected = stack.host.values[number % NUM_EXPERTS].numpy().tobytes()
                 assert read(found, len(expected)) == expected
@@ -97,8 +97,14 @@ class Refusals:
         self._copied = Counter[int]()  # matrices of the copy that is being queued
 
     def __call__(self, pieces: Pieces) -> bool:
+        if len(pieces) > 1:  # copies are queued together, or else one by one
+            if (self._rng.random(len(pieces)) < self._share).any():
+                return True
+            for _, source, _ in pieces:
+                self.in_a_row[self._expert_at(source)] = 0
+            return False
         ((_, source, _),) = pieces
-        expert = expert_at(source) if self._pool is None else self._pool.expert_at(source)
+        expert = self._expert_at(source)
         if self._rng.random() < self._share:
             self.in_a_row[expert] += 1
             self._copied[expert] = 0
@@ -107,6 +113,9 @@ class Refusals:
         if self._copied[expert] == MATRICES:
             self._copied[expert] = self.in_a_row[expert] = 0
         return False
+
+    def _expert_at(self, source: int) -> int:
+        return expert_at(source) if self._pool is None else self._pool.expert_at(source)
 
     @property
     def given_up(self) -> set[int]:
@@ -131,7 +140,8 @@ class Steps:
         self.slots = make_slots(segment_bytes)
         cache = ExpertCache(SIZES, NUM_EXPERTS, self.slots.num_slots, RandomResidency(seed))
         empty_tables()
-        self.residency = ExpertResidency(LAYERS, cache, self.slots, pool)  # type: ignore[arg-type]
+        layers = LOCKED_LAYERS if seed % 2 else LAYERS
+        self.residency = ExpertResidency(layers, cache, self.slots, pool)  # type: ignore[arg-type]
         self.residency.load(range(4))
         assert np.flatnonzero(self.residency.resident).tolist() == [0, 1, 2, 3]
         self.refusals = device.refuses = Refusals(refused, seed, pool)
@@ -263,7 +273,7 @@ def steps_of(
     segment_bytes: int, seed: int, refused: float = 0.0, pool: SmallPool | None = None
 ) -> Iterator[Steps]:
     """In the end slots are given back."""
-    with model_device(seed) as device:
+    with model_device(seed) as device, patch.object(residency, "MOST_TOGETHER", 1 + seed % 5):
         steps = Steps(device, segment_bytes, seed, refused, pool)
         yield steps
         device.current.synchronize()

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from coldstream.experts.expert_map import ExpertUses
-from coldstream.experts.slots.slot_pool import SlotPool, SlotState
+from coldstream.experts.slots.slot_pool import SlotPool
 from coldstream.placement.policies import Policy
 
 Array = np.ndarray[Any, Any]
@@ -159,31 +159,37 @@ class ExpertCache:
         copies = self._begin(self._due())
         return StepStart(self._last_started, arrived, self._slot[arrived], withdrawn, left, copies)
 
-    def copied(self, copy: Copy, ok: bool = True) -> bool:
-        """Takes note that a copy has ended and writes no more; a second call for it has no effect.
+    def copied(self, copies: Iterable[Copy]) -> None:
+        """Takes note that copies have ended and write no more; what is said again has no effect."""
+        for expert, index, generation, _ in copies:
+            pool = self._pool(expert)
+            if not pool.is_loading(index, generation):
+                continue
+            self._bytes_in_flight -= pool.slot_bytes
+            self._failed_once.discard(expert)
+            if pool.complete(index):
+                self._arrived.append(expert)
+            else:
+                self._forget(expert)
 
-        A failed copy is begun again at a later start. False if it fails a second time: the expert is never
-        admitted again, and the caller should raise an error; the cache stays usable.
+    def failed(self, copy: Copy) -> bool:
+        """Takes note that a copy has failed and writes no more; a second call for it has no effect.
+
+        It is begun again at a later start. False if it fails a second time: the expert is never admitted
+        again, and the caller should raise an error; the cache stays usable.
         """
-        pool = self._pool(copy.expert)
-        slot = pool.slots[copy.slot]
-        if slot.state is not SlotState.LOADING or slot.generation != copy.generation:
+        expert, index, generation, _ = copy
+        pool = self._pool(expert)
+        if not pool.is_loading(index, generation):
             return True
         self._bytes_in_flight -= pool.slot_bytes
-        if ok:
-            self._failed_once.discard(copy.expert)
-            if pool.complete(copy.slot):
-                self._arrived.append(copy.expert)
-            else:
-                self._forget(copy.expert)
-            return True
-        pool.release(copy.slot)
-        self._slot[copy.expert] = -1
-        self.counters.failed_copies[copy.expert // self._num_experts] += 1
-        if copy.expert in self._failed_once:
+        pool.release(index)
+        self._slot[expert] = -1
+        self.counters.failed_copies[expert // self._num_experts] += 1
+        if expert in self._failed_once:
             return False  # still not absent, so that no later step admits it
-        self._failed_once.add(copy.expert)
-        self._wanted.appendleft(copy.expert)
+        self._failed_once.add(expert)
+        self._wanted.appendleft(expert)
         self._drop_unplaced(pool)
         return True
 
@@ -225,8 +231,7 @@ class ExpertCache:
         before that start, and after the copies in flight.
         """
         pool = self._pools[expert_bytes]
-        for expert in pool.resize(num_slots):
-            self._withdraw(expert)
+        self._withdraw(np.array(pool.resize(num_slots), np.int64))
         self._drop_unplaced(pool)
 
     def reclaimed(self, expert_bytes: int) -> bool:
@@ -239,7 +244,11 @@ class ExpertCache:
     def _check(self, experts: Array) -> None:
         """ValueError for numbers out of range or repeated."""
         size = self._absent.size
-        if experts.size and not 0 <= experts.min() <= experts.max() < size:
+        if experts.size == 0 or (
+            experts[0] >= 0 and experts[-1] < size and (experts[1:] > experts[:-1]).all()
+        ):
+            return  # those of a step ascend, and are checked after each
+        if not 0 <= experts.min() <= experts.max() < size:
             raise ValueError(f"expert numbers must be in [0, {size})")
         seen = np.zeros(size, bool)
         seen[experts] = True
@@ -247,10 +256,7 @@ class ExpertCache:
             raise ValueError("an expert is named twice")
 
     def _count_uses(self, used: Array, held: Array) -> None:
-        layers = used // self._num_experts
-        num_layers = len(self._pool_of)
-        hits = np.bincount(layers[held], minlength=num_layers)
-        misses = np.bincount(layers[~held], minlength=num_layers)
+        hits, misses = self._by_layer(used[held]), self._by_layer(used[~held])
         self.counters.hits += hits
         self.counters.misses += misses
         self.counters.whole_steps += (hits > 0) & (misses == 0)
@@ -267,11 +273,10 @@ class ExpertCache:
         chosen = np.zeros(self._absent.size, bool)
         changes = {}
         for each, pool in self._pools.items():
-            mine = self._of_size[each][candidates]
+            of_size = self._of_size[each]
             num_free = pool.num_free - self._num_wanted(pool)
-            owners = pool.owners[pool.owners >= 0]
-            residents = owners[replaceable[owners]]
-            changes[each] = self._policy.choose(candidates[mine], residents, num_free)
+            residents = (replaceable & of_size).nonzero()[0]
+            changes[each] = self._policy.choose(candidates[of_size[candidates]], residents, num_free)
             chosen[changes[each].admitted] = True
         admitted = candidates[chosen[candidates]][: self._policy.max_copies]
         if self._max_bytes is not None:
@@ -280,8 +285,7 @@ class ExpertCache:
         for each, change in changes.items():
             num_placed = change.admitted.size - change.evicted.size  # in free slots
             num_admitted = int(np.count_nonzero(self._of_size[each][admitted]))
-            for expert in change.evicted[: max(0, num_admitted - num_placed)].tolist():
-                self._withdraw(expert)
+            self._withdraw(change.evicted[: max(0, num_admitted - num_placed)])
         self._absent[admitted] = False
         self._wanted.extend(admitted.tolist())
 
@@ -305,37 +309,50 @@ class ExpertCache:
 
     def _begin(self, experts: list[int]) -> tuple[Copy, ...]:
         """Takes a free slot for each expert; the copies into them."""
+        if not experts:
+            return ()
         copies = []
         for expert in experts:
             pool = self._pool(expert)
             index = pool.acquire(expert)
             slot = pool.slots[index]
-            self._slot[expert] = index
-            self._bytes_in_flight += pool.slot_bytes
             after_step = None if slot.last_reader < 0 else slot.last_reader
             copies.append(Copy(expert, index, slot.generation, after_step))
-        by_layer = np.bincount(np.array(experts, np.int64) // self._num_experts, minlength=len(self._pool_of))
+        self._slot[experts] = [copy.slot for copy in copies]
+        by_layer = self._by_layer(np.array(experts, np.int64))
+        num_bytes = by_layer * self._expert_bytes[:: self._num_experts]
+        self._bytes_in_flight += int(num_bytes.sum())
         self.counters.copies += by_layer
-        self.counters.copied_bytes += by_layer * self._expert_bytes[:: self._num_experts]
+        self.counters.copied_bytes += num_bytes
         return tuple(copies)
 
-    def _withdraw(self, expert: int) -> None:
-        """Takes the slot of a ready expert away from the next start on."""
-        pool, index = self._pool(expert), int(self._slot[expert])
-        if self._readable[expert]:
-            self._readable[expert] = False
-            self._withdrawn[expert] = index
-            pool.withdraw(index, self._last_started)
-        else:
-            self._arrived.remove(expert)
-            pool.release(index)
-        self.counters.evictions[expert // self._num_experts] += 1
-        self._forget(expert)
+    def _withdraw(self, experts: Array) -> None:
+        """Takes the slots of ready experts away from the next start on."""
+        if experts.size == 0:
+            return
+        places = zip(
+            experts.tolist(), self._slot[experts].tolist(), self._readable[experts].tolist(), strict=True
+        )
+        for expert, index, is_readable in places:
+            pool = self._pool(expert)
+            if is_readable:
+                self._withdrawn[expert] = index
+                pool.withdraw(index, self._last_started)
+            else:
+                self._arrived.remove(expert)
+                pool.release(index)
+        self._readable[experts] = False
+        self.counters.evictions += self._by_layer(experts)
+        self._forget(experts)
 
-    def _forget(self, expert: int) -> None:
-        """Marks the expert as absent."""
-        self._slot[expert] = -1
-        self._absent[expert] = True
+    def _by_layer(self, experts: Array) -> Array:
+        """How many of the experts each layer has."""
+        return np.bincount(experts // self._num_experts, minlength=len(self._pool_of))
+
+    def _forget(self, experts: int | Array) -> None:
+        """Marks experts as absent."""
+        self._slot[experts] = -1
+        self._absent[experts] = True
 
     def _num_wanted(self, pool: SlotPool) -> int:
         return sum(self._pool(expert) is pool for expert in self._wanted)

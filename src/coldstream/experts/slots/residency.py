@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from coldstream.experts.ram_pool import RamPool, Room
 from coldstream.experts.slots.cache import Copy, ExpertCache, StepStart
 from coldstream.experts.slots.pool_reads import PoolReads, TableChanges
 from coldstream.experts.slots.segments import SlotSegments
-from coldstream.kernels.cuda.host_memory import from_host, to_host
+from coldstream.kernels.cuda.host_memory import all_from_host, from_host, to_host
 from coldstream.kernels.cuda.runtime import streams
 from coldstream.kernels.experts.addresses import AddressWriter
 from coldstream.kernels.experts.shapes import MATRICES
@@ -21,7 +22,9 @@ from coldstream.kernels.experts.table import ExpertTable
 from coldstream.placement.sizes import slot_bytes
 
 Array = np.ndarray[Any, Any]
+Part = tuple[int, int, int]  # of a copy: target, source, bytes
 NOTHING = np.empty(0, np.int64)
+MOST_TOGETHER = 64  # experts of one call of the driver: about as many as a long prompt's are copied at once
 
 
 def expert_bytes(stacks: Sequence[ExpertTable]) -> int:
@@ -67,9 +70,12 @@ class ExpertResidency:
         self.num_layers, self.num_experts = len(layers), len(layers[0][0].addresses)
         self._slots = slots
         self._addresses = _ExpertAddresses(layers, slots)
+        self._is_mapped = all(stack.mapped for stacks in layers for stack in stacks)  # and locked
         self._stream = streams.Stream()
         self._in_flight: deque[_QueuedCopies] = deque()
+        self._events: list[streams.Event] = []  # that have been reached, to be recorded again
         num_all = self.num_layers * self.num_experts
+        self._first = np.arange(0, num_all, self.num_experts)[:, None, None]  # expert of each layer
         self._reads: PoolReads | None = None
         if pool is not None:
             self._reads = PoolReads(pool, self.num_layers, self.num_experts, MATRICES)
@@ -211,21 +217,20 @@ class ExpertResidency:
         if self._pool is None:
             return
         rooms: dict[Room, bool] = {}  # and whether all of its copies are queued
-        event = streams.Event()
         try:
-            for expert, slot in zip(start.withdrawn.tolist(), start.left.tolist(), strict=True):
+            sources = self._addresses.in_slots(start.withdrawn, start.left)
+            for expert, of_expert in zip(start.withdrawn.tolist(), sources, strict=True):
                 room = self._pool.room_for(*divmod(expert, self.num_experts))
                 if room is not None:
                     rooms[room] = False
-                    rooms[room] = self._queue_back(room, expert, slot)
+                    rooms[room] = self._queue_back(room, expert, of_expert)
         finally:
             if rooms:
-                event.record(self._stream)
-                self._in_flight.append(_QueuedCopies((), (), tuple(rooms.items()), event))
+                self._in_flight.append(_QueuedCopies((), (), tuple(rooms.items()), self._event()))
 
-    def _queue_back(self, room: Room, expert: int, slot: int) -> bool:
+    def _queue_back(self, room: Room, expert: int, sources: Sequence[int]) -> bool:
         """Whether all copies could be queued. An expert of which some could not stays on the disk."""
-        sources, sizes = self._addresses.of_slot(expert, slot)
+        sizes = self._addresses.sizes(expert)
         return all(
             to_host(target, source, size, self._stream) == driver.CUresult.CUDA_SUCCESS
             for target, source, size in zip(room.addresses, sources, sizes, strict=True)
@@ -235,8 +240,8 @@ class ExpertResidency:
         """Takes note of copies that have ended."""
         while self._in_flight and self._in_flight[0].event.query():
             copies = self._in_flight.popleft()
-            for copy in copies.queued:
-                self.cache.copied(copy)
+            self._events.append(copies.event)
+            self.cache.copied(copies.queued)
             self._release(copies)
 
     def _release(self, copies: _QueuedCopies) -> None:
@@ -262,42 +267,62 @@ class ExpertResidency:
 
     def _experts_of(self, ids: Array) -> Array:
         """The distinct numbers, in the cache's sense, of expert ids [layers, rows, K]."""
-        first = np.arange(self.num_layers, dtype=np.int64)[:, None, None] * self.num_experts
-        seen = np.zeros(self.num_layers * self.num_experts, bool)
-        seen[(ids + first).reshape(-1)] = True
-        return np.flatnonzero(seen)
+        seen = np.zeros(self.resident.shape, bool)
+        seen.reshape(-1)[(ids + self._first).reshape(-1)] = True
+        return seen.reshape(-1).nonzero()[0]
 
     def _begin(self, copies: tuple[Copy, ...]) -> None:
         """Queues copies with one event behind all. Keeps the error of a copy that failed twice."""
-        queued, begun = [], []
-        for copy in copies:
-            sources = self._sources_of(copy.expert)
+        experts = np.array([copy.expert for copy in copies], np.int64)
+        slots = np.array([copy.slot for copy in copies], np.int64)
+        targets = self._addresses.in_slots(experts, slots)
+        begun, parts = [], []
+        for copy, sources, places in zip(copies, self._sources_of(experts), targets, strict=True):
             if sources is None:
                 self.cache.drop(copy)  # it has left the pool since it was used
                 continue
             begun.append(copy)
-            try:
-                self._queue(copy, sources)
-                queued.append(copy)
-            except DeviceError as error:
-                if not self.cache.copied(copy, ok=False):
-                    self._failure = error
-        event = streams.Event()
+            parts.append([*zip(places, sources, self._addresses.sizes(copy.expert), strict=True)])
+        queued = []
+        for first in range(0, len(begun), MOST_TOGETHER):
+            group = slice(first, first + MOST_TOGETHER)
+            if self._are_queued(parts[group]):
+                queued += begun[group]
+                continue
+            alone = zip(begun[group], parts[group], strict=True)
+            queued += [copy for copy, of_copy in alone if self._is_queued(copy, of_copy)]
+        self._in_flight.append(_QueuedCopies(tuple(queued), tuple(begun), (), self._event()))
+
+    def _event(self) -> streams.Event:
+        """Behind what is queued so far; one that was made before, if there is one."""
+        event = self._events.pop() if self._events else streams.Event()
         event.record(self._stream)
-        self._in_flight.append(_QueuedCopies(tuple(queued), tuple(begun), (), event))
+        return event
 
-    def _sources_of(self, expert: int) -> Sequence[int] | None:
-        """Where the matrices of an expert are read; None if they are on the disk."""
+    def _sources_of(self, experts: Array) -> Sequence[Sequence[int] | None]:
+        """Where the matrices of experts are read; None for those on the disk."""
         if self._pool is None:
-            return self._addresses.mapped(expert)
-        return self._pool.hold(*divmod(expert, self.num_experts))
+            return self._addresses.mapped(experts)
+        return [self._pool.hold(*divmod(expert, self.num_experts)) for expert in experts.tolist()]
 
-    def _queue(self, copy: Copy, sources: Sequence[int]) -> None:
-        targets, sizes = self._addresses.of_slot(copy.expert, copy.slot)
-        for source, target, size in zip(sources, targets, sizes, strict=True):
-            status = from_host(target, source, size, self._stream)
+    def _are_queued(self, parts: Sequence[Sequence[Part]]) -> bool:
+        """Whether all copies could be queued with one call of the driver, which takes locked memory alone."""
+        is_locked = self._is_mapped if self._pool is None else self._pool.is_registered
+        if not is_locked:
+            return False
+        status = all_from_host(chain(*parts), self._stream)
+        return bool(status == driver.CUresult.CUDA_SUCCESS)
+
+    def _is_queued(self, copy: Copy, parts: Sequence[Part]) -> bool:
+        """Whether one copy could be queued. The second refusal of an expert is kept as an error."""
+        for part in parts:
+            status = from_host(*part, self._stream)
             if status != driver.CUresult.CUDA_SUCCESS:
-                raise DeviceError(f"an expert cannot be copied to the GPU: {_described(status)}")
+                if not self.cache.failed(copy):
+                    words = f"an expert cannot be copied to the GPU: {_described(status)}"
+                    self._failure = DeviceError(words)
+                return False
+        return True
 
 
 def _described(status: driver.CUresult) -> str:
@@ -332,34 +357,37 @@ class _ExpertAddresses:
 
     def entries(self, arrived: Array, slots: Array, withdrawn: Array) -> tuple[Array, Array]:
         """int64 addresses of the table entries that change, and the values to write there."""
-        experts = np.concatenate([withdrawn, arrived])
-        layers, ids = np.divmod(experts, self._num_experts)
-        where = self._tables[layers] + 8 * ids[:, None]
-        values = np.zeros_like(where)
-        values[withdrawn.size :] = self._slots_at(layers[withdrawn.size :], slots)
-        return where.reshape(-1), values.reshape(-1)
+        in_slots = self._slots_at(arrived // self._num_experts, slots)
+        return self._changed(self._tables, withdrawn, arrived, in_slots)
 
     def pool_entries(self, changes: TableChanges, device_offset: int) -> tuple[Array, Array]:
         """The same in the tables of a pool. device_offset: from the host's addresses to the device's."""
-        experts = np.concatenate([changes.removed, changes.added])
-        layers, ids = np.divmod(experts, self._num_experts)
-        where = self._pool_tables[layers] + 8 * ids[:, None]
+        in_pool = changes.addresses + device_offset
+        return self._changed(self._pool_tables, changes.removed, changes.added, in_pool)
+
+    def _changed(self, tables: Array, removed: Array, added: Array, places: Array) -> tuple[Array, Array]:
+        layers, ids = np.divmod(np.concatenate((removed, added)), self._num_experts)
+        where = tables[layers] + 8 * ids[:, None]
         values = np.zeros_like(where)
-        values[changes.removed.size :] = changes.addresses + device_offset
+        values[removed.size :] = places
         return where.reshape(-1), values.reshape(-1)
 
-    def mapped(self, expert: int) -> list[int]:
-        """Addresses of the matrices of an expert in the mapped file."""
-        layer, index = divmod(expert, self._num_experts)
-        sources: list[int] = (self._sources[layer] + index * self._steps[layer]).tolist()
+    def mapped(self, experts: Array) -> list[list[int]]:
+        """Addresses of the matrices of each expert in the mapped file."""
+        layers, ids = np.divmod(experts, self._num_experts)
+        sources: list[list[int]] = (self._sources[layers] + ids[:, None] * self._steps[layers]).tolist()
         return sources
 
-    def of_slot(self, expert: int, slot: int) -> tuple[list[int], list[int]]:
-        """Addresses in a slot and sizes of the matrices of an expert."""
-        layer = expert // self._num_experts
-        return self._slots_at(layer, slot).tolist(), self._sizes[layer]
+    def in_slots(self, experts: Array, slots: Array) -> list[list[int]]:
+        """Addresses of the matrices of each expert in its slot."""
+        places: list[list[int]] = self._slots_at(experts // self._num_experts, slots).tolist()
+        return places
 
-    def _slots_at(self, layers: Any, slots: Any) -> Array:
+    def sizes(self, expert: int) -> list[int]:
+        """Bytes of the matrices of an expert."""
+        return self._sizes[expert // self._num_experts]
+
+    def _slots_at(self, layers: Array, slots: Array) -> Array:
         begin = self._slots[self._first_slots[layers] + slots]
-        places: Array = np.expand_dims(begin, -1) + self._offsets[layers]
+        places: Array = begin[:, None] + self._offsets[layers]
         return places

@@ -11,11 +11,6 @@ reader. The pool may shrink. Slots above its size are never acquired again.
 from dataclasses import dataclass
 from enum import Enum
 from heapq import heappop, heappush
-from typing import Any
-
-import numpy as np
-
-Array = np.ndarray[Any, Any]
 
 
 class SlotState(Enum):
@@ -28,24 +23,23 @@ class SlotState(Enum):
 
 @dataclass(slots=True)
 class Slot:
-    """generation: number of owners so far. last_reader: the last step that may read the slot; −1: none."""
+    """owner: the expert that is loading or ready; −1: none. generation: number of owners so far. last_reader:
+    the last step that may read the slot; −1: none.
+    """
 
     state: SlotState = SlotState.FREE
+    owner: int = -1
     generation: int = 0
     last_reader: int = -1
 
 
 class SlotPool:
-    """`size` slots of `slot_bytes` each, numbered from 0; the lowest free one is taken first.
-
-    owners: int64 [most slots so far], the expert in each slot that is loading or ready. −1: none.
-    """
+    """`size` slots of `slot_bytes` each, numbered from 0; the lowest free one is taken first."""
 
     def __init__(self, slot_bytes: int, size: int) -> None:
         self.slot_bytes = slot_bytes
         self.size = 0
         self.slots: list[Slot] = []
-        self.owners: Array = np.empty(0, np.int64)
         self._free: list[int] = []  # a heap
         self._last_finished = -1
         self.resize(size)
@@ -67,9 +61,13 @@ class SlotPool:
         """The lowest free slot, now loading for `expert`. There must be one."""
         index = heappop(self._free)
         slot = self.slots[index]
-        slot.state, slot.generation = SlotState.LOADING, slot.generation + 1
-        self.owners[index] = expert
+        slot.state, slot.owner, slot.generation = SlotState.LOADING, expert, slot.generation + 1
         return index
+
+    def is_loading(self, index: int, generation: int) -> bool:
+        """Whether the owner of that generation is being copied into a slot."""
+        slot = self.slots[index]
+        return slot.state is SlotState.LOADING and slot.generation == generation
 
     def complete(self, index: int) -> bool:
         """Ends the copy of a slot. False if the slot lies above the pool's size: it is freed, not ready."""
@@ -86,8 +84,8 @@ class SlotPool:
 
     def release(self, index: int) -> None:
         """Frees a slot and removes its owner."""
-        self.slots[index].state = SlotState.FREE
-        self.owners[index] = -1
+        slot = self.slots[index]
+        slot.state, slot.owner = SlotState.FREE, -1
         if index < self.size:
             heappush(self._free, index)
 
@@ -100,8 +98,6 @@ class SlotPool:
         if size < 0:
             raise ValueError(f"the number of slots must not be negative, but is {size}")
         self.slots += [Slot() for _ in range(size - len(self.slots))]
-        self.owners = np.append(self.owners, np.full(len(self.slots) - self.owners.size, -1))
         self._free = [index for index in range(size) if self.slots[index].state is SlotState.FREE]
         self.size = size
-        above = range(size, len(self.slots))
-        return [int(self.owners[index]) for index in above if self.slots[index].state is SlotState.READY]
+        return [slot.owner for slot in self.slots[size:] if slot.state is SlotState.READY]

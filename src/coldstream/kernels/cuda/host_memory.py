@@ -2,6 +2,7 @@
 
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any, Final, Self
 
 from cuda.bindings import driver
@@ -46,6 +47,31 @@ def _parts_within(address: int, num_bytes: int) -> Iterator[tuple[int, int]]:
 def from_host(target: int, source: int, num_bytes: int, stream: streams.Stream) -> "driver.CUresult":
     """Queues a copy of registered or page-locked memory to the device; the driver's status."""
     return _queued(driver.cuMemcpyHtoDAsync, target, source, parts_of(source, num_bytes), stream)
+
+
+def all_from_host(copies: Iterable[tuple[int, int, int]], stream: streams.Stream) -> "driver.CUresult":
+    """Queues copies (target, source, bytes) of such memory to the device with one call, in any order; the
+    driver's status. If it refuses some, others may be queued.
+    """
+    parts = [
+        (target + offset, source + offset, size)
+        for target, source, num_bytes in copies
+        for offset, size in parts_of(source, num_bytes)
+    ]
+    targets, sources = ([driver.CUdeviceptr(part[side]) for part in parts] for side in (0, 1))
+    sizes = [size for _, _, size in parts]
+    (status,) = driver.cuMemcpyBatchAsync(
+        targets, sources, sizes, len(sizes), [_in_order()], [0], 1, stream.handle
+    )
+    return status
+
+
+@cache
+def _in_order() -> "driver.CUmemcpyAttributes":
+    """Sources are read when the stream comes to the copies."""
+    access = driver.CUmemcpyAttributes()
+    access.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    return access
 
 
 def to_host(target: int, source: int, num_bytes: int, stream: streams.Stream) -> "driver.CUresult":

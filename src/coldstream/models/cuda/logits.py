@@ -50,6 +50,7 @@ class Sampler:
         is_there = not self._results.is_meta
         count = len(self._results) if is_there else 0
         self._host_results = allocations.page_locked((count, 2), "int32") if is_there else np.empty((0, 2))
+        self._ended: list[streams.Event | None] = [None] * NUM_CALLS
         self._num_launches = 0
 
     @property
@@ -108,21 +109,24 @@ class Sampler:
         num_recent = write_rows(settings, rows, to[: len(rows)], on_host[num_words:])
         self._inputs.copy(num_words + num_recent)
         self._num_launches += 1
-        first = self._num_launches % NUM_CALLS * self._num_rows
+        call = self._num_launches % NUM_CALLS
+        first = call * self._num_rows
         own = slice(first, first + len(rows))
+        results = self._results[own]
         sample_cuda(
             logits,
             self._settings[: len(rows)],
             self._recent,
             self._unpenalised,
             self._workspace,
-            self._results[own],
+            results,
             self._results,
             draws=any(each.temperature != 0 for each in settings),
         )
         host_results = self._host_results[own]
-        copies.to_host(host_results, self._results[own].data_ptr())
-        ended = streams.Event()
+        copies.to_host(host_results, results.data_ptr())
+        # That of a call whose results are no longer kept: making one takes longer than recording it again.
+        ended = self._ended[call] = self._ended[call] or streams.Event()
         ended.record(streams.current_stream())
         launch = self._num_launches
         return CudaChoice(
