@@ -307,13 +307,23 @@ class FullSizeWriter:
         self.floats(f"{name}.ssm_norm.weight", np.ones(s.state_dim))
         self.matrix(f"{name}.ssm_out.weight", s.hidden, value_dim, adds_to_stream=True)
 
-    def experts(self, name: str) -> None:
+    def router(self, name: str) -> None:
+        """One that reads the code alone."""
         s = self.shape
         router = np.zeros((s.experts, s.hidden))
         directions = self.rng.standard_normal((s.experts, CODE))
         router[:, :CODE] = ROUTER_GAIN * directions / np.linalg.norm(directions, axis=1, keepdims=True)
         self.floats(f"{name}.ffn_gate_inp.weight", router)
-        self.floats(f"{name}.ffn_gate_inp_shexp.weight", self.rng.standard_normal(s.hidden) * s.hidden**-0.5)
+
+    def experts(self, name: str) -> None:
+        self.router(name)
+        hidden = self.shape.hidden
+        self.floats(f"{name}.ffn_gate_inp_shexp.weight", self.rng.standard_normal(hidden) * hidden**-0.5)
+        self.stacks(name)
+
+    def stacks(self, name: str) -> None:
+        """The routed experts and the shared one."""
+        s = self.shape
         for suffix, stack in (("exps", (s.experts,)), ("shexp", ())):
             self.matrix(f"{name}.ffn_gate_{suffix}.weight", *stack, s.expert_ffn, s.hidden)
             self.matrix(f"{name}.ffn_up_{suffix}.weight", *stack, s.expert_ffn, s.hidden)
@@ -333,14 +343,18 @@ class FullSizeWriter:
         self.floats("output_norm.weight", np.ones(s.hidden))
         self.table("output.weight", np.roll(self.levels, 1, axis=0), HEAD_STEP, HEAD_NOISE, CODE)
         for layer in range(s.layers):
-            name = f"blk.{layer}"
-            if (layer + 1) % 4 == 0:
-                self.attention(name)
-            else:
-                self.delta_net(name)
-            self.rest_of_block(name, self.gains[layer])
+            self.block(layer)
         if s.has_nextn:
             self.nextn(f"blk.{s.layers}")
+
+    def block(self, layer: int) -> None:
+        """All tensors of a layer."""
+        name = f"blk.{layer}"
+        if (layer + 1) % 4 == 0:
+            self.attention(name)
+        else:
+            self.delta_net(name)
+        self.rest_of_block(name, self.gains[layer])
 
     def rest_of_block(self, name: str, gains: np.ndarray) -> None:
         """Norms and FFN of a block. gains: of the code's channels in front of the FFN."""
@@ -360,12 +374,24 @@ class FullSizeWriter:
         for norm in ("enorm", "hnorm", "shared_head_norm"):
             self.floats(f"{name}.nextn.{norm}.weight", np.ones(hidden))
 
+    @property
+    def architecture(self) -> str:
+        """As `general.architecture` says it."""
+        return self.shape.architecture
+
+    @property
+    def model_name(self) -> str:
+        return "Qwen3.6-27B" if self.shape.dense_ffn else "Qwen3.6-35B-A3B"
+
+    def add_metadata(self, out: gguf.GGUFWriter, name: str) -> None:
+        """The model's numbers under their real keys."""
+        add_metadata(out, self.shape, name, self.mix.file_type)
+
     def write_header(self, path: Path) -> int:
         """Everything before the data; returns where the data begins."""
-        out = gguf.GGUFWriter(path, self.shape.architecture)
-        size = "27B" if self.shape.dense_ffn else "35B-A3B"
-        name = f"Qwen3.6-{size} shape{'' if self.mix == PLAIN else f' in {self.mix.name}'}, random weights"
-        add_metadata(out, self.shape, name, self.mix.file_type)
+        out = gguf.GGUFWriter(path, self.architecture)
+        mix = "" if self.mix == PLAIN else f" in {self.mix.name}"
+        self.add_metadata(out, f"{self.model_name} shape{mix}, random weights")
         tokens = [*byte_tokens(), *(merge.replace(" ", "") for merge in MERGES)]
         tokens += [f"Ġ{token_id}" for token_id in range(len(tokens), self.shape.vocab - 1)]
         end_id = len(tokens)
