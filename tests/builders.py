@@ -155,6 +155,7 @@ def make_model(
     dense_layers: Collection[int] = (),
     plain_shared: bool = False,
     element_gates: bool = False,
+    expert_biases: bool = False,
 ) -> TinyModel:
     """A model of `arch` ("qwen35", "qwen35moe", "qwen3next", "qwen3moe", "qwen4exp" or "laguna").
 
@@ -169,6 +170,7 @@ def make_model(
     tied             no `output.weight`
     dense_layers     layers without experts; for families that have some
     plain_shared     a shared expert without a gate, whatever the family has
+    expert_biases    of the three matrices of routed experts
     tokenizer        False leaves out all tokenizer keys, and allows any dims.vocab
 
     A matrix whose rows are not whole blocks of its type becomes Q8_0 or F16.
@@ -206,6 +208,8 @@ def make_model(
             parts |= _experts(rng, dims, fused_experts, is_hybrid or plain_shared)
             if plain_shared:
                 del parts["ffn_gate_inp_shexp.weight"]
+            if expert_biases:
+                parts |= _expert_biases(rng, dims)
             if is_laguna:
                 parts["exp_probs_b.bias"] = rng.normal(0, 0.3, dims.experts)
         if is_laguna:
@@ -360,6 +364,7 @@ def _choose_types(
         "*ssm_conv1d.weight",
         "*ffn_gate_inp.weight",
         "*_inp_shexp.weight",
+        "*.bias",
     )
     chosen: dict[str, str] = {}
     for name, values in tensors.items():
@@ -470,6 +475,11 @@ def _experts(rng: np.random.Generator, dims: Dims, fused: bool, shared: bool) ->
         "ffn_up_shexp.weight": _matrix(rng, dims.shared_ffn, dims.hidden),
         "ffn_down_shexp.weight": _matrix(rng, dims.hidden, dims.shared_ffn),
     }
+
+
+def _expert_biases(rng: np.random.Generator, dims: Dims) -> dict[str, np.ndarray]:
+    sizes = {"gate": dims.expert_ffn, "up": dims.expert_ffn, "down": dims.hidden}
+    return {f"ffn_{name}_exps.bias": rng.normal(0, 1, (dims.experts, size)) for name, size in sizes.items()}
 
 
 def _nextn(rng: np.random.Generator, dims: Dims, arch: str) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Families for tests, whose files may have layers without experts, and shared experts without a gate."""
+"""Families for tests, whose files may have dense layers, ungated shared experts, other units and biases."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,12 +7,15 @@ from types import MappingProxyType
 
 import pytest
 
+from coldstream.kernels.ops import SWIGLU, Activation
 from coldstream.models import architectures, loader
 from coldstream.models.architectures import Architecture, tensor_table
 from coldstream.models.spec.hyperparameters import Hyperparameters
 from coldstream.models.spec.layer_keys import read_dense_ffn
 from coldstream.models.spec.layer_specs import LayerSpec, MoeSpec
 
+UNITS = {unit.kind: unit for unit in (SWIGLU, Activation("clamped swiglu", 1.5), Activation("geglu"))}
+UNIT_KEY = "hidden_activation"  # the kind of all gated units
 DENSE_KEY = "feed_forward_length"  # of layers without experts, which `make_model` leaves to its caller
 
 
@@ -35,12 +38,13 @@ def _mixed(family: Architecture) -> Architecture:
 
 
 def _as_in_file(keys: Hyperparameters, block: str, layer: LayerSpec) -> LayerSpec:
-    names = keys.tensors
+    names, unit = keys.tensors, UNITS[keys.text(UNIT_KEY, "swiglu")]
     if not isinstance(layer.ffn, MoeSpec):
         return layer
     if f"{block}ffn_gate.weight" in names:
-        return replace(layer, ffn=read_dense_ffn(keys))
-    if f"{block}ffn_gate_shexp.weight" not in names or f"{block}ffn_gate_inp_shexp.weight" in names:
-        return layer
-    size = keys.uniform("expert_shared_feed_forward_length", 1 << 16)
-    return replace(layer, ffn=replace(layer.ffn, shared="plain", shared_ffn_size=size))
+        return replace(layer, ffn=read_dense_ffn(keys, unit))
+    ffn = replace(layer.ffn, activation=unit, bias=f"{block}ffn_gate_exps.bias" in names)
+    if f"{block}ffn_gate_shexp.weight" in names and f"{block}ffn_gate_inp_shexp.weight" not in names:
+        size = keys.uniform("expert_shared_feed_forward_length", 1 << 16)
+        ffn = replace(ffn, shared="plain", shared_ffn_size=size)
+    return replace(layer, ffn=ffn)

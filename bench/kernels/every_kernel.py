@@ -8,6 +8,7 @@ import importlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 from coldstream.gguf.quant_types import QuantType
@@ -28,6 +29,7 @@ from coldstream.kernels.experts import cuda_grouped as experts_grouped
 from coldstream.kernels.linear import cuda as linear_skinny
 from coldstream.kernels.linear import cuda_gemm as linear_gemm
 from coldstream.kernels.linear.skinny_layouts import Walk
+from coldstream.kernels.ops import GATED_UNITS
 
 KIB = 1024
 # By architecture: multiprocessors of a common card, KiB of shared memory for a block and for all, and what
@@ -63,6 +65,16 @@ MIXED_KERNELS = (
     *((experts_gemv.PROGRAM, name, ()) for name in (experts_gemv.GATE_UP, experts_gemv.DOWN)),
     *((experts_grouped.PROGRAM, name, ()) for name in (experts_grouped.GATE_UP, experts_grouped.DOWN)),
 )
+# With other gated units than SwiGLU, whose instances have no number.
+GATED_KERNELS = tuple(
+    (*kernel, (unit,))
+    for kernel in (
+        (experts_gemv.PROGRAM, experts_gemv.GATE_UP),
+        (experts_grouped.PROGRAM, experts_grouped.GATE_UP),
+    )
+    for unit in range(1, len(GATED_UNITS))
+)
+GATED_TYPES = (*MIXED_TYPES, frozenset({QuantType.MXFP4}), frozenset({QuantType.Q8_0}))
 
 
 @dataclass(frozen=True)
@@ -102,8 +114,8 @@ def _programs() -> tuple[CudaProgram, ...]:
 
 
 def _mixed() -> Iterator[ListedKernel]:
-    for program, name, numbers in MIXED_KERNELS:
-        for types in MIXED_TYPES:
+    for kernels, mixtures in ((MIXED_KERNELS, MIXED_TYPES), (GATED_KERNELS, GATED_TYPES)):
+        for (program, name, numbers), types in product(kernels, mixtures):
             yield ListedKernel(program.source, instance_for(name, types, *numbers))
 
 

@@ -55,7 +55,7 @@ def row_cases(num_rows: int) -> Iterator[Case]:
     yield Case(
         "swiglu",
         num_rows,
-        lambda rt: _csrc.swiglu(rt, x, y, out),
+        lambda rt: _csrc.glu(rt, x, y, out),
         lambda: functional.silu(x).mul_(y),
         num_bytes,
     )

@@ -23,7 +23,7 @@ from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, WORDS_PER_LINE, Mailbox
-from coldstream.kernels.ops import ExpertOutputs, FfnWeights
+from coldstream.kernels.ops import SWIGLU, Activation, ExpertOutputs, FfnWeights
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.models.read_spec import read_spec
 from device_model import ModelDevice, Operation, Violation, range_of
@@ -60,7 +60,7 @@ class RecordingOps(CudaOps):
             self.device.queue(f"{name} {self.layer}", reads=[range_of(weight.blocks)], effect=check)
         return tuple(self.empty(x.shape[0], weight.shape[0]) for weight in weights)
 
-    def swiglu(self, gate: DeviceArray, up: DeviceArray) -> Activations:
+    def glu(self, gate: DeviceArray, up: DeviceArray, activation: Activation = SWIGLU) -> Activations:
         return self.activations(*gate.shape)
 
 

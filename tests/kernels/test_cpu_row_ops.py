@@ -36,7 +36,7 @@ def test_swiglu_has_the_bits_of_the_written_arithmetic(runtimes: Runtimes, size:
 
     def call(runtime: _csrc.Runtime) -> Results:
         out = Output(2, size)
-        _csrc.swiglu(runtime, gate, up, out.rows)
+        _csrc.glu(runtime, gate, up, out.rows)
         return (out.checked(),)
 
     assert same_bits(run_everywhere(call, runtimes)[0], exact.silu(gate) * up)
@@ -117,7 +117,7 @@ def test_sp02_rows_do_not_depend_on_their_neighbours(fastest: _csrc.Runtime, num
     ):
         for part in slices:
             _csrc.add(fastest, x[part], y[part], outs[0][part])
-            _csrc.swiglu(fastest, x[part], y[part], outs[1][part])
+            _csrc.glu(fastest, x[part], y[part], outs[1][part])
             _csrc.rms_norm(fastest, x[part], weight, EPS, outs[2][part])
     assert all(same_bits(a, b) for a, b in zip(together, alone, strict=True))
 
@@ -126,7 +126,7 @@ def test_outputs_may_be_inputs(fastest: _csrc.Runtime) -> None:
     x, y = random(14, 3, 33), random(15, 3, 33)
     expected = exact.silu(x) * (x + y)
     _csrc.add(fastest, x, y, y)
-    _csrc.swiglu(fastest, x, y, x)
+    _csrc.glu(fastest, x, y, x)
     assert same_bits(x, expected)
 
 
@@ -135,7 +135,7 @@ def test_nan_is_kept(runtimes: Runtimes) -> None:
     x[0, 17] = torch.nan
     for runtime in runtimes:
         out = torch.zeros(1, 20)
-        _csrc.swiglu(runtime, x, torch.ones(1, 20), out)
+        _csrc.glu(runtime, x, torch.ones(1, 20), out)
         assert out.isnan().nonzero().tolist() == [[0, 17]]
         _csrc.rms_norm(runtime, x, torch.ones(20), EPS, out)
         assert out.isnan().all()

@@ -56,7 +56,7 @@ def test_kernels_are_known_before_anything_runs(quant_type: QuantType) -> None:
     blocks = ops.memory.persistent((50, quant_type.row_bytes(512)), "uint8")
     with note_kernels() as noted:
         x = ops.embed(QuantTensor(blocks, quant_type, (50, 512)), ops.memory.workspace((3,), "int32"))
-        ops.swiglu(x, x)
+        ops.glu(x, x)
     assert noted == {(DEQUANTIZE, instance_of(quant_type)), (SWIGLU, "swiglu_rows<true, 256>")}
 
 

@@ -19,6 +19,7 @@ from coldstream.kernels.ops import (
     Caches,
     DeltaNetInputs,
     DeltaNetWeights,
+    ExpertWeights,
     RopeScaling,
     RopeSpec,
     RouterWeights,
@@ -115,7 +116,7 @@ def test_rms_norm_pair(exact: ReferenceOps, cpu: CpuOps, size: int) -> None:
 
 
 def test_swiglu_and_add(exact: ReferenceOps, cpu: CpuOps) -> None:
-    for name in ("swiglu", "add"):
+    for name in ("glu", "add"):
         assert_same_bits(exact, cpu, name, random(1, 9, 300, scale=20), random(2, 9, 300))
 
 
@@ -189,7 +190,7 @@ def test_routed_experts_and_their_sum(exact: ReferenceOps, cpu: CpuOps) -> None:
     stacks = [random_weight(quant_type, (6, 256, 256), seed=int(quant_type)) for quant_type in types]
     scores = torch.rand(9, 6, generator=torch.Generator().manual_seed(1))
     ids = scores.argsort(dim=-1)[:, :3].int().contiguous()
-    assert_same_bits(exact, cpu, "routed_experts", random(2, 9, 256), ids, *stacks)
+    assert_same_bits(exact, cpu, "routed_experts", random(2, 9, 256), ids, ExpertWeights(*stacks))
     assert_same_bits(
         exact,
         cpu,

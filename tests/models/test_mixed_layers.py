@@ -1,4 +1,4 @@
-"""Layers without experts among others, and shared experts without a gate: tokens depend on no place."""
+"""Dense layers among others, gated units, biases, ungated shared experts: tokens depend on no place."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -14,7 +14,7 @@ from runner_cases import reference_logits, token_ids
 from builders import Dims, make_model, write_model
 from coldstream.experts.prefetch import Prefetching
 from coldstream.placement.plan import BudgetTooSmallError
-from mixed_ffns import DENSE_KEY, mixed_families
+from mixed_ffns import DENSE_KEY, UNIT_KEY, UNITS, mixed_families
 from random_residency import RandomResidency
 
 CONTEXT = 256
@@ -29,12 +29,16 @@ def families() -> Iterator[None]:
 
 
 def write_mixed(folder: Path, arch: str, dense: frozenset[int], num_layers: int, *, seed: int = 0) -> Path:
-    """A model with dense layers, and shared experts without a gate."""
+    """A model with dense layers and any gated unit; experts have biases, or a shared one without a gate."""
     dims = Dims(
         layers=num_layers, interval=2, hidden=128, ffn=192, experts=48, experts_used=3, expert_ffn=64,
         shared_ffn=96,
     )  # fmt: skip
-    model = make_model(arch, dims=dims, types=TYPES, dense_layers=dense, plain_shared=True, seed=seed)
+    unit = list(UNITS)[seed % len(UNITS)]
+    has_biases = arch == "qwen3moe" and unit != "swiglu"
+    options = {"dense_layers": dense, "plain_shared": not has_biases, "expert_biases": has_biases}
+    model = make_model(arch, dims=dims, types=TYPES, seed=seed, **options)
+    model.metadata[f"{arch}.{UNIT_KEY}"] = unit
     model.metadata[f"{arch}.{DENSE_KEY}"] = dims.ffn
     model.metadata[f"{arch}.expert_shared_feed_forward_length"] = dims.shared_ffn
     return write_model(folder / f"{arch}-{'-'.join(map(str, sorted(dense)))}.gguf", model)[0]

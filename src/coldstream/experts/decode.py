@@ -206,4 +206,4 @@ class DecodeExperts:
         if len(routing.ids) > MAX_MAILBOX_ROWS:
             self._device.launch(wait_answer_cuda, box)
         elsewhere = RowsElsewhere(places.cpu_ids, box.out[: len(routing.ids)], box.done, places.stamps)
-        return ExpertOutputs(routed, shared, routing, elsewhere)
+        return ExpertOutputs(routed, shared, routing, elsewhere, bias=weights.down_bias)

@@ -32,7 +32,7 @@ from coldstream.kernels.experts.partition import Partition, partition_experts_cu
 from coldstream.kernels.experts.shapes import MATRICES
 from coldstream.kernels.experts.split import NUM_WORDS, MissTimes
 from coldstream.kernels.experts.table import ExpertTable
-from coldstream.kernels.ops import ExpertOutputs, FfnWeights, Routing, RowsElsewhere
+from coldstream.kernels.ops import Activation, ExpertOutputs, FfnWeights, Routing, RowsElsewhere
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.placement.run_plan import RunPlan
 
@@ -43,6 +43,7 @@ class _MissingLayer:
 
     stacks: Stacks
     sources: tuple[int, ...]
+    activation: Activation
 
 
 class LayerExecutor(ResidentExecutor):
@@ -99,9 +100,10 @@ class LayerExecutor(ResidentExecutor):
             if isinstance(weights.gate, ExpertTable):
                 number = len(self._missing)
                 stacks = (weights.gate, weights.up, weights.down)
-                self._missing.append(_MissingLayer(stacks, tuple(stack.source for stack in stacks)))
+                sources = tuple(stack.source for stack in stacks)
+                self._missing.append(_MissingLayer(stacks, sources, weights.activation))
                 if self._host is not None:
-                    self._host.add_layer(stacks)
+                    self._host.add_layer(stacks, weights.activation)
             self._numbers[id(weights.gate)] = number
         self._place_bytes = max((_bytes_of(layer.stacks) for layer in self._missing), default=0)
         if self._place_bytes > self._ring.numel():
@@ -184,16 +186,16 @@ class LayerExecutor(ResidentExecutor):
     def _from_ring(self, number: int, x: Activations) -> DeviceArray:
         """Queues the products of a layer over its bytes in the ring, and behind them the next copy there."""
         _, place, arrived = self._copied.popleft()
-        stacks = self._missing[number].stacks
-        matrices = [
+        stacks, activation = self._missing[number].stacks, self._missing[number].activation
+        gate, up, down = (
             QuantTensor.from_bytes(
                 self._ring[offset : offset + stack.matrix_bytes], stack.quant_type, (stack.rows, stack.cols)
             )
             for stack, offset in zip(stacks, self._offsets(stacks, place), strict=True)
-        ]
+        )
         if arrived is not None:
             streams.current_stream().wait_event(arrived)
-        out: DeviceArray = ffn_of_products(self._device, x, FfnWeights(*matrices))
+        out: DeviceArray = ffn_of_products(self._device, x, FfnWeights(gate, up, down, activation))
         if self._beside is not None and self._to_copy:
             self._beside.wait_event(_recorded(streams.current_stream()))
             self._copy_next(self._beside, place)

@@ -94,7 +94,7 @@ class PartialExecutor(WithWholeFfns):
         """See `Executor`."""
         if not weights.gate.is_partial:
             routed, shared = self._kernels.outputs(x, routing.ids, weights)
-            return ExpertOutputs(routed, shared, routing)
+            return ExpertOutputs(routed, shared, routing, bias=weights.down_bias)
         rows = self.prefill if routing.places is None else self.decode
         return rows.compute(x, routing, weights)
 

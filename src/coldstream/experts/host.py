@@ -14,11 +14,12 @@ from coldstream.experts.file_lock import FileLock, register, unlock
 from coldstream.experts.ram_pool import RamPool
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels import _csrc
-from coldstream.kernels.cpu_ops import CpuOps
+from coldstream.kernels.cpu_ops import CpuOps, expert_glu
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
 from coldstream.kernels.cuda.runtime import allocations
 from coldstream.kernels.experts.mailbox import ROWS_SHIFT, Mailbox
 from coldstream.kernels.experts.table import ExpertTable
+from coldstream.kernels.ops import SWIGLU, Activation, ExpertBiases
 from coldstream.placement.limits import Limits, lock_advice
 
 
@@ -167,15 +168,21 @@ class HostExperts:
                 return begin, place
         raise ValueError(f"no model file is mapped at {address:#x}")
 
-    def add_layer(self, stacks: Sequence[ExpertTable]) -> int:
+    def add_layer(
+        self,
+        stacks: Sequence[ExpertTable],
+        activation: Activation = SWIGLU,
+        biases: ExpertBiases | None = None,
+    ) -> int:
         """Adds the next layer's gate, up and down. Returns its number in requests."""
         gate, up, down = (stack.host for stack in stacks)
         pool = None
         if self.pool is not None:
             self.pool.add_layer(stacks)
             pool = self.pool.stacks.pool
-        self.bulk_server.add_layer(gate, up, down, pool)
-        layer: int = self.server.add_layer(gate, up, down, pool)
+        glu = expert_glu(activation, biases)
+        self.bulk_server.add_layer(gate, up, down, pool, glu)
+        layer: int = self.server.add_layer(gate, up, down, pool, glu)
         return layer
 
     def hold(self, layer: int, experts: Sequence[int]) -> Mapping[int, tuple[int, ...]]:

@@ -62,7 +62,7 @@ class PartialTables:
             self.layers.append(stacks)
             self.routers.append(router)
             if self._host is not None:
-                self._host.add_layer(stacks)
+                self._host.add_layer(stacks, weights.activation, weights.biases)
         shapes = {each.gate.shape for each in self.routers if isinstance(each.gate, QuantTensor)}
         self.can_look_ahead = len(shapes) == 1
 

@@ -472,7 +472,7 @@ class PrefillExperts:
             resident = stream.resident[layer]
             if resident.all():
                 routed, shared = self._kernels.outputs(x, routing.ids, weights)
-                return ExpertOutputs(routed, shared, routing)
+                return ExpertOutputs(routed, shared, routing, bias=weights.down_bias)
         places = self._device.empty(tokens + 2, ranks, dtype="int32")
         if stream is not None:
             graphs.between(partial(stream.ask, unowned(x.values), unowned(routing.ids)))
@@ -490,7 +490,7 @@ class PrefillExperts:
         if stream is None:
             nothing = StagedGroup((0,), (0,) * MATRICES, (0,) * MATRICES)
             self._compute_groups(tables, products, [nothing], pairs.places)
-            return ExpertOutputs(pairs.routed, shared, routing)
+            return ExpertOutputs(pairs.routed, shared, routing, bias=weights.down_bias)
         known = None if guess is None else unowned(guess)  # whose memory is kept until it is copied
         share = partial(self._share_out, stream, layer, unowned(places), known, tuple(map(unowned, tables)))
         if (recording := graphs.recording()) is not None:
@@ -499,7 +499,7 @@ class PrefillExperts:
             recording.pause_with(again, lambda graph: share(lambda _: graph.launch()))
         else:
             share(products)
-        return ExpertOutputs(pairs.routed, shared, routing, stream.answer(places))
+        return ExpertOutputs(pairs.routed, shared, routing, stream.answer(places), bias=weights.down_bias)
 
     def _guess(self, x: Activations, layer: int) -> DeviceArray | None:
         """The experts that the router of `layer` chooses for an earlier layer's input, int32 [T, K]; None:

@@ -227,6 +227,14 @@ class Weight:
     @property
     def num_cols(self) -> int: ...
 
+class ExpertGlu:
+    """How an expert's gate and up become one."""
+
+    def __init__(self, kind: int = 0, limit: float = 0.0, gate_bias: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None = None, up_bias: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None = None) -> None:
+        """
+        kind: a number of `GATED_UNITS`; limit: of a clamped one. Biases float32 [experts, F], both or neither, are added before. Raises ValueError for others.
+        """
+
 def quant_geometry() -> list:
     """(type id, name, elements per block, bytes per block) of every type."""
 
@@ -245,9 +253,9 @@ def embed(runtime: Runtime, table: Weight, token_ids: Annotated[NDArray[numpy.in
     Rows of the table by int32 token_ids [T] into out [T, E]. Raises ValueError for an id outside the table.
     """
 
-def routed_experts(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu', writable=False)], topk_ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), device='cpu', writable=False)], gate: Weight, up: Weight, down: Weight, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), device='cpu')]) -> None:
+def routed_experts(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu', writable=False)], topk_ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), device='cpu', writable=False)], gate: Weight, up: Weight, down: Weight, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), device='cpu')], glu: ExpertGlu | None = None) -> None:
     """
-    down_e(silu(gate_e x) · up_e x) for int32 topk_ids [T, K] into out [T, K, E]. Rows of id -1 are left as they are. Raises ValueError for any other id outside the experts.
+    down_e(glu(gate_e x, up_e x)) for int32 topk_ids [T, K] into out [T, K, E]. Rows of id -1 are left as they are. Raises ValueError for any other id outside the experts.
     """
 
 def request_experts(runtime: Runtime, pool: ExpertPool, gate: Weight, topk_ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), device='cpu', writable=False)]) -> None:
@@ -255,7 +263,7 @@ def request_experts(runtime: Runtime, pool: ExpertPool, gate: Weight, topk_ids: 
     Begins to read the experts, int32 topk_ids [T, K], of gate's layer of the pool that are not in memory. Raises ValueError for an id outside the experts, ModelChangedError if the file cannot be read.
     """
 
-def pooled_experts(runtime: Runtime, pool: ExpertPool, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu', writable=False)], topk_ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), device='cpu', writable=False)], gate: Weight, up: Weight, down: Weight, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), device='cpu')]) -> None:
+def pooled_experts(runtime: Runtime, pool: ExpertPool, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu', writable=False)], topk_ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), device='cpu', writable=False)], gate: Weight, up: Weight, down: Weight, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), device='cpu')], glu: ExpertGlu | None = None) -> None:
     """
     routed_experts of what request_experts was called for last, each expert as soon as it is there. Raises ModelChangedError if the file cannot be read.
     """
@@ -273,8 +281,10 @@ def dequantize(runtime: Runtime, weight: Weight, out: Annotated[NDArray[numpy.fl
 def add(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], y: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
     """out = x + y, all float32 [T, E]. `out` may be x or y."""
 
-def swiglu(runtime: Runtime, gate: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], up: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
-    """out = silu(gate) · up, all float32 [T, F]. `out` may be gate or up."""
+def glu(runtime: Runtime, gate: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], up: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], kind: int = 0, limit: float = 0.0) -> None:
+    """
+    out = glu(gate, up), all float32 [T, F]. `out` may be gate or up. kind: a number of `GATED_UNITS`.
+    """
 
 def rms_norm(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], weight: Annotated[NDArray[numpy.float32], dict(shape=(None,), device='cpu')], eps: float, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
     """
@@ -299,9 +309,9 @@ def rope_angles(runtime: Runtime, positions: Annotated[NDArray[numpy.int32], dic
     cos and sin of position · theta^(−i / pairs) · factors[i], times magnitude, into out, float32 [T, pairs, 2]; positions int32 [T], factors float64 [pairs] or None for 1. ValueError when run with a negative position.
     """
 
-def combine_experts(runtime: Runtime, routed: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), device='cpu')], topk_weights: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], shared: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')] | None, shared_gate: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')] | None, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
+def combine_experts(runtime: Runtime, routed: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), device='cpu')], topk_weights: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], shared: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')] | None, shared_gate: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')] | None, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], bias: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')] | None = None, ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), device='cpu')] | None = None) -> None:
     """
-    out [T, E] = Σ_k topk_weights[:, k] · routed[:, k] in rank order + sigmoid(shared_gate) · shared; routed [T, K, E], topk_weights [T, K], shared [T, E], shared_gate [T, 1], float32. With shared and shared_gate None, the sum alone.
+    out [T, E] = Σ_k topk_weights[:, k] · routed[:, k] in rank order + sigmoid(shared_gate) · shared; routed [T, K, E], topk_weights [T, K], shared [T, E], shared_gate [T, 1], float32. The shared expert has weight 1 if shared_gate is None; the sum is alone if both are. bias [experts, E] of each row's expert, int32 ids [T, K], is first added to routed.
     """
 
 def top_log_probs(runtime: Runtime, logits: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), device='cpu')], log_probs: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
@@ -378,7 +388,7 @@ class ExpertServer:
         Over float32 x [T, E], int32 ids [T, K] and float32 out [T, K, E], which are kept. A client zeroes `done`, then stores (layer + 1) | rows << 16 to `request`; `done` becomes 1. Pairs of id -1 are left as they are. is_prefill: whether requests are those of prompts, which take few slots of a pool. ahead: uint32 words, at least one for each of K experts, in which the client may say what a layer will probably ask for.
         """
 
-    def add_layer(self, gate: Weight, up: Weight, down: Weight, pool: ExpertPool | None = None) -> int:
+    def add_layer(self, gate: Weight, up: Weight, down: Weight, pool: ExpertPool | None = None, glu: ExpertGlu | None = None) -> int:
         """
         The experts of the next layer; returns its number. pool: the one that they are parts of, or None.
         """

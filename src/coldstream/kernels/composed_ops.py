@@ -8,6 +8,8 @@ from typing import Protocol
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.ops import (
     BLOCK_POSITIONS,
+    SWIGLU,
+    Activation,
     Array,
     CommittedPath,
     DeltaNetInputs,
@@ -29,14 +31,14 @@ class Products(Protocol):
     def linear(self, x: Array, weights: Sequence[Weight]) -> tuple[Array, ...]:
         """See `Ops`."""
 
-    def swiglu(self, gate: Array, up: Array) -> Array:
+    def glu(self, gate: Array, up: Array, activation: Activation = SWIGLU) -> Array:
         """See `Ops`."""
 
 
 def ffn_of_products(ops: Products, x: Array, weights: FfnWeights) -> Array:
     """`Ops.ffn` of weights that `ops` multiplies with."""
     gate, up = ops.linear(x, (weights.gate, weights.up))
-    return ops.linear(ops.swiglu(gate, up), (weights.down,))[0]
+    return ops.linear(ops.glu(gate, up, weights.activation), (weights.down,))[0]
 
 
 class ComposedOps(ABC):
@@ -69,7 +71,7 @@ class ComposedOps(ABC):
         """See `Ops`."""
 
     @abstractmethod
-    def swiglu(self, gate: Array, up: Array) -> Array:
+    def glu(self, gate: Array, up: Array, activation: Activation = SWIGLU) -> Array:
         """See `Ops`."""
 
     @abstractmethod
@@ -87,16 +89,22 @@ class ComposedOps(ABC):
         """The choice of `Ops.router`: int32 ids and weights, [T, K]."""
 
     @abstractmethod
-    def routed_experts(self, x: Array, topk_ids: Array, gate: Weight, up: Weight, down: Weight) -> Array:
-        """down_e(silu(gate_e x) · up_e x) for each chosen expert, kept apart: [T, K, E]."""
+    def routed_experts(self, x: Array, topk_ids: Array, weights: ExpertWeights) -> Array:
+        """down_e(glu(gate_e x, up_e x)) for each chosen expert, kept apart: [T, K, E]."""
 
     @abstractmethod
     def combine_experts(
-        self, routed: Array, topk_weights: Array, shared: Array | None, shared_gate: Array | None
+        self,
+        routed: Array,
+        topk_weights: Array,
+        shared: Array | None,
+        shared_gate: Array | None,
+        bias: tuple[Array, Array] | None = None,
     ) -> Array:
         """Σ_k weight_k · routed_k in rank order + sigmoid(shared_gate [T, 1]) · shared: [T, E].
 
-        The shared expert has weight 1 if the gate is None; the sum is alone if both are.
+        The shared expert has weight 1 if the gate is None; the sum is alone if both are. bias [experts, E]
+        and the ids [T, K] of the experts: it is first added to routed.
         """
 
     def add_norm(
@@ -126,7 +134,9 @@ class ComposedOps(ABC):
         if not isinstance(update, ExpertOutputs):
             return update
         routing = update.routing
-        return self.combine_experts(update.routed, routing.weights, update.shared, routing.shared_gate)
+        bias = None if update.bias is None else (update.bias, routing.ids)
+        gate = routing.shared_gate
+        return self.combine_experts(update.routed, routing.weights, update.shared, gate, bias)
 
     def load_ffn_weight(self, file: GGUFFile, info: TensorInfo) -> Weight:
         return self.load_weight(file, info)
@@ -144,15 +154,14 @@ class ComposedOps(ABC):
         return Routing(ids, topk_weights, shared)
 
     def experts(self, x: Array, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
-        routed = self.routed_experts(x, routing.ids, weights.gate, weights.up, weights.down)
-        return ExpertOutputs(routed, self.shared_expert(x, weights), routing)
+        routed = self.routed_experts(x, routing.ids, weights)
+        return ExpertOutputs(routed, self.shared_expert(x, weights), routing, bias=weights.down_bias)
 
     def shared_expert(self, x: Array, weights: ExpertWeights) -> Array | None:
         """Output of the shared expert before its gate: [T, E]; None if there is none."""
         if weights.shared_gate is None:
             return None
-        shared = FfnWeights(weights.shared_gate, weights.shared_up, weights.shared_down)
-        return ffn_of_products(self, x, shared)
+        return ffn_of_products(self, x, weights.shared)
 
     def commit_attention(self, caches: Sequence[tuple[Array, Array]], path: CommittedPath) -> None:
         count, first = int(path.count[0]), int(path.first[0])

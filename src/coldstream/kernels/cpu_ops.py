@@ -19,6 +19,8 @@ from coldstream.kernels.arena import Arena
 from coldstream.kernels.composed_ops import ComposedOps
 from coldstream.kernels.gathered_rows import read_rows
 from coldstream.kernels.ops import (
+    SWIGLU,
+    Activation,
     AttentionHeads,
     AttentionInputs,
     BatchRows,
@@ -26,6 +28,8 @@ from coldstream.kernels.ops import (
     CommittedPath,
     DeltaNetInputs,
     DeltaNetWeights,
+    ExpertBiases,
+    ExpertWeights,
     RecurrentLayer,
     RopeSpec,
     RouterWeights,
@@ -226,9 +230,9 @@ class CpuOps(ComposedOps):
         _csrc.mix_streams(self._runtime, normed, gates, out)
         return out
 
-    def swiglu(self, gate: Array, up: Array) -> Array:
+    def glu(self, gate: Array, up: Array, activation: Activation = SWIGLU) -> Array:
         out = self._empty(*gate.shape)
-        _csrc.swiglu(self._runtime, gate, up, out)
+        _csrc.glu(self._runtime, gate, up, out, activation.number, activation.limit)
         return out
 
     def rope_angles(self, positions: Array, rope: RopeSpec) -> Array:
@@ -304,19 +308,30 @@ class CpuOps(ComposedOps):
         _csrc.top_log_probs(self._runtime, logits, ids, log_probs)
         return ids, log_probs
 
-    def routed_experts(
-        self, x: Array, topk_ids: Array, gate: _csrc.Weight, up: _csrc.Weight, down: _csrc.Weight
-    ) -> Array:
-        out = self._empty(*topk_ids.shape, down.num_rows)
-        _csrc.routed_experts(self._runtime, x, topk_ids, gate, up, down, out)
+    def routed_experts(self, x: Array, topk_ids: Array, weights: ExpertWeights) -> Array:
+        out = self._empty(*topk_ids.shape, weights.down.num_rows)
+        stacks = weights.gate, weights.up, weights.down
+        glu = expert_glu(weights.activation, weights.biases)
+        _csrc.routed_experts(self._runtime, x, topk_ids, *stacks, out, glu)
         return out
 
     def combine_experts(
-        self, routed: Array, topk_weights: Array, shared: Array | None, shared_gate: Array | None
+        self,
+        routed: Array,
+        topk_weights: Array,
+        shared: Array | None,
+        shared_gate: Array | None,
+        bias: tuple[Array, Array] | None = None,
     ) -> Array:
         out = self._empty(routed.shape[0], routed.shape[2])
-        _csrc.combine_experts(self._runtime, routed, topk_weights, shared, shared_gate, out)
+        _csrc.combine_experts(self._runtime, routed, topk_weights, shared, shared_gate, out, *(bias or ()))
         return out
+
+
+def expert_glu(activation: Activation, biases: ExpertBiases | None) -> _csrc.ExpertGlu:
+    """What the CPU's kernels do between an expert's products, with arrays that they keep."""
+    of_gate_and_up = () if biases is None else biases.on_host
+    return _csrc.ExpertGlu(activation.number, activation.limit, *of_gate_and_up)
 
 
 class UnreadCpuOps(CpuOps):

@@ -16,7 +16,7 @@ Caches also assign 0 or another array to contiguous parts. All arithmetic goes t
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
@@ -38,6 +38,8 @@ OutputGate = Literal["none", "query", "head", "element"]
 
 BLOCK_POSITIONS = 256  # in a block of keys and values, and in a chunk that attention sums separately
 MAX_TREE_ROWS = 64
+GatedUnit = Literal["swiglu", "clamped swiglu", "geglu"]
+GATED_UNITS: tuple[GatedUnit, ...] = get_args(GatedUnit)  # by the number that kernels know them by
 MAX_SHORT_CHAIN = 8  # rows; longer chains count as a prompt's
 MIN_FORK_ROWS = 16  # of a chain, before its state may be left in a slot; no layer has more taps
 SHORT_CONTEXT = 2048  # positions up to which a few dozen rows that share keys do not fill a GPU
@@ -257,12 +259,41 @@ class Routing:
 
 
 @dataclass(frozen=True)
+class Activation:
+    """How a gate and a value become one number; `kernels/swiglu/reference.py` defines it."""
+
+    kind: GatedUnit = "swiglu"
+    limit: float = 0.0  # of the clamped one
+
+    @property
+    def number(self) -> int:
+        """Of the kind, for kernels."""
+        return GATED_UNITS.index(self.kind)
+
+
+SWIGLU = Activation()
+
+
+@dataclass(frozen=True)
 class FfnWeights:
     """The feed-forward network of a dense layer."""
 
     gate: Weight  # [F, E]
     up: Weight  # [F, E]
     down: Weight  # [E, F]
+    activation: Activation = SWIGLU
+
+
+@dataclass(frozen=True)
+class ExpertBiases:
+    """Biases of the routed experts of a layer."""
+
+    gate: Array  # [experts, F]
+    up: Array  # [experts, F]
+    down: Array  # [experts, E]
+    on_host: tuple[
+        np.ndarray[Any, Any], np.ndarray[Any, Any]
+    ]  # of gate and up, for experts on another device
 
 
 @dataclass(frozen=True)
@@ -278,6 +309,18 @@ class ExpertWeights:
     shared_gate: Weight = None  # [F', E]
     shared_up: Weight = None  # [F', E]
     shared_down: Weight = None  # [E, F']
+    activation: Activation = SWIGLU  # of all of them
+    biases: ExpertBiases | None = None  # of the routed ones
+
+    @property
+    def shared(self) -> FfnWeights:
+        """The shared expert, if there is one."""
+        return FfnWeights(self.shared_gate, self.shared_up, self.shared_down, self.activation)
+
+    @property
+    def down_bias(self) -> Array:
+        """[experts, E], or None."""
+        return None if self.biases is None else self.biases.down
 
 
 @dataclass(frozen=True)
@@ -298,6 +341,7 @@ class ExpertOutputs:
     shared: Array  # [T, E]; None without a shared expert
     routing: Routing
     elsewhere: RowsElsewhere | None = None  # rows that are undefined in `routed`
+    bias: Array = None  # [experts, E], added to the output of each expert; None: there is none
 
 
 class Ops(Protocol):
@@ -366,8 +410,8 @@ class Ops(Protocol):
 
         for_router: nothing reads the two before the norm was given to `router`, which may compute them.
 
-        The update of experts is Σ_k weight_k · routed_k in rank order + sigmoid(shared_gate) · shared, the
-        last only where there is a shared expert, and its weight 1 where it has no gate.
+        The update of experts is Σ_k weight_k · (routed_k + bias_k) in rank order + sigmoid(shared_gate) ·
+        shared, the last only where there is a shared expert, and its weight 1 where it has no gate.
         """
 
     def inject_norm(
@@ -390,8 +434,8 @@ class Ops(Protocol):
     def mix_streams(self, normed: Array, gates: Array, num_streams: int) -> Array:
         """The mean over C streams of normed · sigmoid(gates), both [T, C·E]: [T, E]."""
 
-    def swiglu(self, gate: Array, up: Array) -> Array:
-        """silu(gate) · up, both [T, F]."""
+    def glu(self, gate: Array, up: Array, activation: Activation = SWIGLU) -> Array:
+        """The gated unit of both, [T, F]: silu(gate) · up unless `activation` is another."""
 
     def rope_angles(self, positions: Array, rope: RopeSpec) -> Array:
         """cos and sin of position · theta^(−2i/num_dims), rounded from float64: [T, num_dims / 2, 2]."""
@@ -429,7 +473,7 @@ class Ops(Protocol):
         """
 
     def ffn(self, x: Array, weights: FfnWeights) -> Array | ExpertOutputs:
-        """down(silu(gate x) · up x): [T, E] → [T, E], or as outputs of one expert of weight 1."""
+        """down(glu(gate x, up x)): [T, E] → [T, E], or as outputs of one expert of weight 1."""
 
     def router(
         self, x: Array, weights: RouterWeights, experts: ExpertWeights, residual: Array = None
@@ -441,4 +485,7 @@ class Ops(Protocol):
         """
 
     def experts(self, x: Array, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
-        """down_e(silu(gate_e x) · up_e x) for each chosen expert, and for the shared one if there is one."""
+        """down_e(glu(gate_e x, up_e x)) for each chosen expert, and for the shared one if there is one.
+
+        Biases of gate and up are added before the gated unit. That of down is left to `add_norm`.
+        """

@@ -1,6 +1,7 @@
 """The operations of `Ops` in plain PyTorch: the definition for every device."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,14 @@ from coldstream.kernels.gated_delta_net.reference import gated_delta_net
 from coldstream.kernels.hyper_connections import reference as hyper_connections
 from coldstream.kernels.linear.reference import linear, linear_exact
 from coldstream.kernels.ops import (
+    SWIGLU,
+    Activation,
     AttentionHeads,
     AttentionInputs,
     Caches,
     DeltaNetInputs,
     DeltaNetWeights,
+    ExpertWeights,
     RopeSpec,
     RouterWeights,
     Rows,
@@ -33,7 +37,7 @@ from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.rms_norm.reference import rms_norm, rms_norm_exact
 from coldstream.kernels.rope.reference import rope_angles
 from coldstream.kernels.router.reference import choose_experts, choose_experts_exact
-from coldstream.kernels.swiglu.reference import swiglu, swiglu_exact
+from coldstream.kernels.swiglu.reference import glu, glu_exact
 
 DTYPES = {
     "float32": torch.float32,
@@ -59,7 +63,7 @@ class ReferenceOps(ComposedOps):
         self._attention = attention_exact if exact else attention
         self._gated_delta_net = gated_delta_net_exact if exact else gated_delta_net
         self._choose_experts = choose_experts_exact if exact else choose_experts
-        self._activate = swiglu_exact if exact else swiglu
+        self._activate = glu_exact if exact else glu
         streams = hyper_connections
         self._inject = streams.inject_exact if exact else streams.inject
         self._norm_streams = streams.norm_streams_exact if exact else streams.norm_streams
@@ -124,8 +128,8 @@ class ReferenceOps(ComposedOps):
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x + y
 
-    def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return self._activate(gate, up)
+    def glu(self, gate: torch.Tensor, up: torch.Tensor, activation: Activation = SWIGLU) -> torch.Tensor:
+        return self._activate(gate, up, activation)
 
     def inject(
         self,
@@ -167,10 +171,11 @@ class ReferenceOps(ComposedOps):
         logits = exact_arithmetic.dot_lanes(x, values) if self.exact else linear(x, values)
         return self._choose_experts(logits, weights.num_experts_per_tok, weights.rule)
 
-    def routed_experts(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, gate: Weight, up: Weight, down: Weight
-    ) -> torch.Tensor:
-        return routed_experts(x, topk_ids, gate, up, down, self._multiply, self._activate)
+    def routed_experts(self, x: torch.Tensor, topk_ids: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
+        biases = None if weights.biases is None else (weights.biases.gate, weights.biases.up)
+        activate = partial(self._activate, activation=weights.activation)
+        stacks = weights.gate, weights.up, weights.down
+        return routed_experts(x, topk_ids, *stacks, self._multiply, activate, biases)
 
     def combine_experts(
         self,
@@ -178,8 +183,10 @@ class ReferenceOps(ComposedOps):
         topk_weights: torch.Tensor,
         shared: torch.Tensor | None,
         shared_gate: torch.Tensor | None,
+        bias: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        return combine_experts(routed, topk_weights, shared, shared_gate, self._fma, self._sigmoid)
+        rows = None if bias is None else bias[0][bias[1].long()]
+        return combine_experts(routed, topk_weights, shared, shared_gate, self._fma, self._sigmoid, rows)
 
 
 def read_tensor(file: GGUFFile, info: TensorInfo) -> QuantTensor:

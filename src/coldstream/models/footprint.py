@@ -19,6 +19,7 @@ _BLOCK = re.compile(r"blk\.(\d+)\.")
 FFN_MATRICES = ("ffn_gate", "ffn_up", "ffn_down")  # of a dense layer
 _FFN_ENDS = tuple(f".{name}.weight" for name in FFN_MATRICES)
 _STACK_END = "_exps.weight"  # of a matrix of all experts of a layer
+_BIAS_END = "_exps.bias"
 _GATE_UP = "ffn_gate_up_exps."  # two matrices in one tensor, separate in slots
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _NEXTN_EMBEDDING, _NEXTN_HEAD = ".nextn.embed_tokens.weight", ".nextn.shared_head_head.weight"
@@ -176,7 +177,7 @@ def _active_share(spec: ModelSpec, info: TensorInfo) -> Fraction:
     block = _BLOCK.match(info.name)
     if block and int(block[1]) >= spec.num_layers:
         return Fraction(0)  # a block for multi-token prediction, which plain decoding leaves out
-    if info.name.endswith(_STACK_END):
+    if info.name.endswith((_STACK_END, _BIAS_END)):
         return Fraction(spec.num_experts_per_tok, spec.num_experts)
     if info.name == _EMBEDDING and not spec.tied_output:
         return Fraction(1, spec.vocab_size)

@@ -11,6 +11,7 @@ from coldstream.kernels.ops import (
     AttentionHeads,
     ChoiceRule,
     DeltaNetWeights,
+    ExpertBiases,
     ExpertWeights,
     FfnWeights,
     Ops,
@@ -24,7 +25,7 @@ from coldstream.layers.moe import MoeWeights
 from coldstream.layers.residual import Norm
 from coldstream.models.architectures import ARCHITECTURES, Architecture, GatheredRows
 from coldstream.models.footprint import FFN_MATRICES
-from coldstream.models.spec.layer_specs import AttentionSpec, DeltaNetSpec, MoeSpec
+from coldstream.models.spec.layer_specs import AttentionSpec, DeltaNetSpec, DenseFfnSpec, MoeSpec
 from coldstream.models.spec.model_spec import ModelSpec
 
 
@@ -115,7 +116,9 @@ class Loader:
             if isinstance(layer.mixer, AttentionSpec)
             else self.gated_delta_net(prefix, layer.mixer, self.architecture.gathered(layer)),
             ffn_norm=self.norm(f"{prefix}{self.architecture.ffn_norm}", f"{prefix}hc_ffn"),
-            ffn=self.moe(prefix, layer.ffn) if isinstance(layer.ffn, MoeSpec) else self.dense_ffn(prefix),
+            ffn=self.moe(prefix, layer.ffn)
+            if isinstance(layer.ffn, MoeSpec)
+            else self.dense_ffn(prefix, layer.ffn),
         )
 
     def nextn(self, index: int) -> NextnBlock:
@@ -188,9 +191,17 @@ class Loader:
             rule=rule,
         )
 
-    def dense_ffn(self, prefix: str) -> FfnWeights:
-        names = [f"{prefix}{name}.weight" for name in FFN_MATRICES]
-        return FfnWeights(*(self.ops.load_ffn_weight(self.file, self.file.tensors[name]) for name in names))
+    def dense_ffn(self, prefix: str, spec: DenseFfnSpec) -> FfnWeights:
+        infos = [self.file.tensors[f"{prefix}{name}.weight"] for name in FFN_MATRICES]
+        gate, up, down = (self.ops.load_ffn_weight(self.file, info) for info in infos)
+        return FfnWeights(gate, up, down, spec.activation)
+
+    def expert_biases(self, prefix: str) -> ExpertBiases:
+        """Biases of the routed experts, which stay in memory wherever the experts are."""
+        infos = (self.file.tensors[f"{prefix}{name}_exps.bias"] for name in FFN_MATRICES)
+        values = [self.ops.read_values(self.file, info) for info in infos]
+        gate, up, down = map(self.ops.float_array, values)
+        return ExpertBiases(gate, up, down, on_host=(values[0], values[1]))
 
     def moe(self, prefix: str, spec: MoeSpec) -> MoeWeights:
         ffn_gate_exps, ffn_up_exps = self.parts(
@@ -199,7 +210,13 @@ class Loader:
             fused=f"{prefix}ffn_gate_up_exps",
             sizes=(spec.ffn_size, spec.ffn_size),
         )
-        experts = ExpertWeights(ffn_gate_exps, ffn_up_exps, self.mapped(f"{prefix}ffn_down_exps"))
+        experts = ExpertWeights(
+            ffn_gate_exps,
+            ffn_up_exps,
+            self.mapped(f"{prefix}ffn_down_exps"),
+            activation=spec.activation,
+            biases=self.expert_biases(prefix) if spec.bias else None,
+        )
         if spec.shared != "none":
             experts = replace(
                 experts,

@@ -26,6 +26,7 @@ from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.cpu_ops import UnreadCpuOps
 from coldstream.kernels.cuda.device import missing_packages
 from coldstream.kernels.experts.shapes import MAX_SHARED_ROWS
+from coldstream.kernels.ops import ExpertWeights
 from coldstream.kvcache.cache import CacheSize
 from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.cuda.capacity import mailbox_ranks
@@ -157,7 +158,7 @@ def count_workspace(file: GGUFFile, spec: ModelSpec, shape: WorkspaceShape) -> i
         first, *others, down = (ops.map_weight(file, info) for info in stacks)
         half = first.num_rows // 2
         gate, up = (first, *others) if others else (first.rows(0, half), first.rows(half, 2 * half))
-        captured = ops.capture(rows, lambda: ops.routed_experts(x, ids, gate, up, down))
+        captured = ops.capture(rows, lambda: ops.routed_experts(x, ids, ExpertWeights(gate, up, down)))
         return captured.graph.scratch_bytes
 
     # One layer of each kind.

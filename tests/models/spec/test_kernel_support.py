@@ -9,7 +9,7 @@ import pytest
 from builders import SMALL, make_model, write_model
 from coldstream.errors import UnsupportedError
 from coldstream.gguf.reader import GGUFFile
-from coldstream.kernels.ops import RouterSpec
+from coldstream.kernels.ops import Activation, RouterSpec
 from coldstream.models.read_spec import read_spec
 from coldstream.models.spec.hyperparameters import Hyperparameters
 from coldstream.models.spec.kernel_support import check_kernels
@@ -32,8 +32,8 @@ CHOICES: list[tuple[type, dict[str, Any], str]] = [
     (AttentionSpec, {"qk_norm": "projection"}, "q/k norm projection, supported: none, or a norm of each"),
     (AttentionSpec, {"bias": True}, "bias True"),
     (AttentionSpec, {"causal": False}, "causal False, supported: causal attention"),
-    (MoeSpec, {"activation": "clamped swiglu"}, "activation clamped swiglu, supported: swiglu"),
-    (MoeSpec, {"bias": True}, "expert bias True"),
+    (MoeSpec, {"bias": True}, "expert bias True, supported: biases before another unit than SwiGLU"),
+    (MoeSpec, {"bias": True, "activation": Activation("geglu")}, "expert bias True"),
     (MoeSpec, {"router": RouterSpec(own_input=True)}, "router's own input True, supported: one without"),
 ]
 # Likewise, with values that kernels compute besides those of the model below.
@@ -48,6 +48,8 @@ COMPUTED: list[tuple[type, dict[str, Any]]] = [
     (AttentionSpec, {"indexer": IndexerSpec(2, 8, 64, 4)}),  # in contexts that need none
     (MoeSpec, {"shared": "none"}),
     (MoeSpec, {"shared": "plain"}),
+    (MoeSpec, {"activation": Activation("geglu")}),
+    (MoeSpec, {"activation": Activation("clamped swiglu", 7.0), "bias": True, "shared": "none"}),
 ]
 SIZES = {
     AttentionSpec: {"num_heads", "num_kv_heads", "head_dim", "rope"},

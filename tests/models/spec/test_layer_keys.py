@@ -6,8 +6,9 @@ import pytest
 
 from coldstream.errors import InconsistentError, LimitError
 from coldstream.gguf.metadata import Metadata
+from coldstream.kernels.ops import Activation
 from coldstream.models.spec.hyperparameters import Hyperparameters
-from coldstream.models.spec.layer_keys import read_ffns, read_moe
+from coldstream.models.spec.layer_keys import read_clamped_swiglu, read_ffns, read_moe
 from coldstream.models.spec.layer_specs import DenseFfnSpec
 
 EXPERTS = {"block_count": 3, "expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 96}
@@ -44,6 +45,11 @@ def test_a_mixture_of_experts_without_experts() -> None:
     keys = keys_of(leading_dense_block_count=3, feed_forward_length=256)
     with pytest.raises(LimitError, match="leading_dense_block_count"):
         read_ffns(keys, read_moe(keys, shared="none"))
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, 7.0), (10.0, 10.0)])
+def test_the_limit_of_a_clamped_swiglu(limit: float | None, expected: float) -> None:
+    assert read_clamped_swiglu(keys_of(swiglu_clamp_exp=limit)) == Activation("clamped swiglu", expected)
 
 
 def test_a_shared_expert_without_a_size() -> None:

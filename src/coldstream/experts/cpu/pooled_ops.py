@@ -7,7 +7,7 @@ other operations, and all results, are those of `CpuOps`.
 from coldstream.experts.cpu.pooled_stacks import PooledStacks
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels import _csrc
-from coldstream.kernels.cpu_ops import Array, CpuOps, UnreadCpuOps
+from coldstream.kernels.cpu_ops import Array, CpuOps, UnreadCpuOps, expert_glu
 from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, Routing
 
 
@@ -31,14 +31,14 @@ class PooledCpuOps(CpuOps):
         """Missing experts are read while the shared expert and those in memory are computed."""
         _csrc.request_experts(self._runtime, self._pool, weights.gate, routing.ids)
         shared = self.shared_expert(x, weights)
-        routed = self.routed_experts(x, routing.ids, weights.gate, weights.up, weights.down)
-        return ExpertOutputs(routed, shared, routing)
+        routed = self.routed_experts(x, routing.ids, weights)
+        return ExpertOutputs(routed, shared, routing, bias=weights.down_bias)
 
-    def routed_experts(
-        self, x: Array, topk_ids: Array, gate: _csrc.Weight, up: _csrc.Weight, down: _csrc.Weight
-    ) -> Array:
-        out = self._empty(*topk_ids.shape, down.num_rows)
-        _csrc.pooled_experts(self._runtime, self._pool, x, topk_ids, gate, up, down, out)
+    def routed_experts(self, x: Array, topk_ids: Array, weights: ExpertWeights) -> Array:
+        out = self._empty(*topk_ids.shape, weights.down.num_rows)
+        stacks = weights.gate, weights.up, weights.down
+        glu = expert_glu(weights.activation, weights.biases)
+        _csrc.pooled_experts(self._runtime, self._pool, x, topk_ids, *stacks, out, glu)
         return out
 
 

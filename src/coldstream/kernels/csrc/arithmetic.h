@@ -8,6 +8,8 @@
 #include <bit>
 #include <cstdint>
 
+#include "glu.h"
+
 namespace coldstream {
 
 static inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
@@ -39,8 +41,28 @@ static inline float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
 
 static inline float silu(float x) { return x * sigmoid(x); }
 
-static inline void swiglu(const float* gate, const float* up, int64_t count, float* out) {
-  for (int64_t i = 0; i < count; i++) out[i] = silu(gate[i]) * up[i];
+// NaN stays NaN, as above.
+static inline float clamped_swiglu(float gate, float up, float limit) {
+  gate = gate > limit ? limit : gate;
+  up = up > limit ? limit : up;
+  up = up < -limit ? -limit : up;
+  return gate * sigmoid(gate * clamped_alpha) * (up + 1.0f);
+}
+
+static inline float gelu(float x) { return x * sigmoid(x * fma(x * x, gelu_cubic, gelu_linear)); }
+
+static inline void glu(const Glu& unit, const float* gate, const float* up, int64_t count, float* out) {
+  switch (unit.kind) {
+    case GluKind::swiglu:
+      for (int64_t i = 0; i < count; i++) out[i] = silu(gate[i]) * up[i];
+      break;
+    case GluKind::clamped_swiglu:
+      for (int64_t i = 0; i < count; i++) out[i] = clamped_swiglu(gate[i], up[i], unit.limit);
+      break;
+    case GluKind::geglu:
+      for (int64_t i = 0; i < count; i++) out[i] = gelu(gate[i]) * up[i];
+      break;
+  }
 }
 
 // The final order of every sum: eight accumulators to one.

@@ -51,7 +51,7 @@ inline void submit(Runtime& rt, std::unique_ptr<Op> next, int rows,
 void bind_runtime(nb::module_& m);  // Runtime, Graph, MappedFile, touch_pages, supported_tiers
 void bind_quant(nb::module_& m);    // Weight, linear, embed, routed_experts, quantize_activations, dequantize
 void bind_expert_pool(nb::module_& m);  // ExpertPool
-void bind_ops(nb::module_& m);  // rms_norm, add, swiglu, rope_angles, router, combine_experts and bind_mixers
+void bind_ops(nb::module_& m);     // rms_norm, add, glu, rope_angles, router, combine_experts and bind_mixers
 void bind_mixers(nb::module_& m);  // attention, gated_delta_net
 
 void bind_sampler(nb::module_& m);  // TokenChoice, choose_tokens

@@ -45,6 +45,7 @@ __device__ __forceinline__ float exact_exp(float x) {
 __device__ __forceinline__ float exact_sigmoid(float x) { return 1.0f / (1.0f + exact_exp(-x)); }
 __device__ __forceinline__ float exact_silu(float x) { return x * exact_sigmoid(x); }
 __device__ __forceinline__ float exact_swiglu(float gate, float up) { return exact_silu(gate) * up; }
+
 __device__ __forceinline__ float exact_softplus(float x) {
   const float t = exact_exp(-fabsf(x));
   const float s = t / (2.0f + t);
@@ -58,6 +59,32 @@ __device__ __forceinline__ float exact_softplus(float x) {
   r = __fmaf_rn(r, z, 1.0f / 3.0f);
   r = __fmaf_rn(r, z, 1.0f);
   return (x > 0.0f ? x : 0.0f) + (2.0f * s) * r;
+}
+
+// x · sigmoid(x · (linear + cubic · x²)), the GELU with tanh.
+__device__ __forceinline__ float exact_gelu(float x) {
+  return x * exact_sigmoid(x * __fmaf_rn(x * x, 0.07135481282553224f, 1.5957691216057308f));
+}
+
+// NaN stays NaN.
+__device__ __forceinline__ float exact_clamped_swiglu(float gate, float up, float limit) {
+  gate = gate > limit ? limit : gate;
+  up = up > limit ? limit : up;
+  up = up < -limit ? -limit : up;
+  return gate * exact_sigmoid(gate * 1.702f) * (up + 1.0f);
+}
+
+// Gated units, numbered as `GATED_UNITS` of kernels/ops.py.
+constexpr int swiglu_unit = 0, clamped_unit = 1, geglu_unit = 2;
+
+template <int unit>
+__device__ __forceinline__ float exact_glu(float gate, float up, float limit) {
+  if constexpr (unit == clamped_unit)
+    return exact_clamped_swiglu(gate, up, limit);
+  else if constexpr (unit == geglu_unit)
+    return exact_gelu(gate) * up;
+  else
+    return exact_swiglu(gate, up);
 }
 
 __device__ __forceinline__ float inverse_sqrt(float x) { return 1.0f / sqrtf(x); }

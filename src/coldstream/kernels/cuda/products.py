@@ -18,6 +18,7 @@ from coldstream.kernels.linear.cuda import fits_skinny, linear_skinny_cuda, need
 from coldstream.kernels.linear.cuda_float_gemm import float_linear_gemm
 from coldstream.kernels.linear.cuda_gemm import linear_gemm
 from coldstream.kernels.linear.integer_types import BLOCK_TYPES, INTEGER_TYPES
+from coldstream.kernels.ops import SWIGLU, Activation
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.swiglu.cuda import swiglu_cuda
@@ -91,10 +92,10 @@ class CudaProducts(CudaLoader):
                 self.launch(float_linear_gemm, x.values, weight, out)
         return outs
 
-    def swiglu(self, gate: DeviceArray, up: DeviceArray) -> Activations:
+    def glu(self, gate: DeviceArray, up: DeviceArray, activation: Activation = SWIGLU) -> Activations:
         """See `Ops`."""
         out = self.activations(*gate.shape)
-        self.launch(swiglu_cuda, gate, up, out.values, out.quantised)
+        self.launch(swiglu_cuda, gate, up, out.values, out.quantised, activation)
         return out
 
     @staticmethod

@@ -26,6 +26,7 @@ from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.cuda import has_aligned_rows
 from coldstream.kernels.linear.integer_types import BLOCK_TYPES, INTEGER_TYPES
+from coldstream.kernels.ops import SWIGLU, Activation, ExpertBiases
 from coldstream.kernels.quant_tensor import QuantTensor
 
 WARPS = 4
@@ -50,6 +51,13 @@ class ExpertMatrices:
     up: ExpertTable
     down: ExpertTable
     shared: tuple[QuantTensor, QuantTensor, QuantTensor] | None
+    activation: Activation = SWIGLU
+    biases: ExpertBiases | None = None  # of gate and up; that of down is none of the products'
+
+    @property
+    def unit(self) -> tuple[int, ...]:
+        """The gated unit as kernels of gate and up name it behind the types; SwiGLU needs no name."""
+        return (self.activation.number,) if self.activation.number else ()
 
     def pairs_per_token(self, topk_ids: DeviceArray) -> int:
         """K, and one more for the shared expert."""
@@ -144,7 +152,7 @@ def launch_gate_up(
         groups,
     ]
     row_bytes = groups * row_group_bytes((shape.type for shape in shapes), at_once=True, is_lone=True)
-    _launch(GATE_UP, WARPS // 2, shapes, row_bytes, topk_ids, pairs, args)
+    _launch(GATE_UP, WARPS // 2, shapes, row_bytes, topk_ids, pairs, args, weights.unit)
 
 
 def launch_down(weights: ExpertMatrices, topk_ids: DeviceArray, hidden: PairRows, outs: PairRows) -> None:
@@ -167,6 +175,7 @@ def _launch(
     topk_ids: DeviceArray,
     pairs_per_token: int,
     args: Sequence[Argument],
+    unit: tuple[int, ...] = (),
 ) -> None:
     limits = device_limits()
     stage_bytes = max(shape.stage_bytes for shape in shapes)
@@ -179,7 +188,7 @@ def _launch(
     # One unit per team of warps while the blocks fit the device together, then more.
     most = -(-max(shape.num_units for shape in shapes) // teams)
     blocks = min(most, -(-limits.num_processors * plan.blocks_per_processor // num_pairs))
-    PROGRAM.kernel(instance_for(name, types)).launch(
+    PROGRAM.kernel(instance_for(name, types, *unit)).launch(
         (blocks, num_pairs, 1),
         WARPS * 32,
         (*args, stage_bytes, plan.stages),
@@ -208,7 +217,27 @@ def gate_up_of(weights: ExpertMatrices) -> GateUp:
     types |= {tensor.quant_type for tensor in (weights.shared or ())[:2]}
     spread = min(natural_spread(quant_type, weights.gate.cols) for quant_type in types)
     gate, up, _ = weights.shared or (None, None, None)
-    return GateUp((matrix_of(weights.gate, gate, spread), matrix_of(weights.up, up, spread)))
+    biases = weights.biases
+    return GateUp(
+        matrix=(matrix_of(weights.gate, gate, spread), matrix_of(weights.up, up, spread)),
+        gate_bias=None if biases is None else biases.gate.data_ptr(),
+        up_bias=None if biases is None else biases.up.data_ptr(),
+        limit=weights.activation.limit,
+    )
+
+
+def check_biases(
+    activation: Activation, biases: ExpertBiases | None, num_experts: int, ffn_size: int
+) -> None:
+    """ValueError unless there are none, or those of gate and up fit kernels of this activation."""
+    if biases is None:
+        return
+    for bias in (biases.gate, biases.up):
+        check_array("bias", bias, "float32")
+        if tuple(bias.shape) != (num_experts, ffn_size):
+            raise ValueError(f"biases {tuple(bias.shape)} of {num_experts} experts of {ffn_size} values")
+    if activation.kind == "swiglu":
+        raise ValueError("no kernel adds biases before SwiGLU")
 
 
 def check_experts(
@@ -225,6 +254,7 @@ def check_experts(
     if tables != (size, cols, cols, size) or not 0 < tokens <= MAX_PAIR_ROWS:
         raise ValueError(f"experts of {tables} do not fit gates [{size}, {cols}] and {tokens} tokens")
     check_array("topk_ids", topk_ids, "int32")
+    check_biases(weights.activation, weights.biases, len(weights.gate.addresses), size)
     hidden.check(size, weights.shared[0].shape[0] if weights.shared else None, tokens, ranks)
     outs.check(cols, cols if weights.shared else None, tokens, ranks)
     first = [(weights.gate.quant_type, weights.up.quant_type)]

@@ -174,7 +174,8 @@ class _Launch:
         num_shared = -(-tokens // plan.item_rows) if has_shared else 0
         most_units = max(shape.num_units for shape in shapes) * (tokens * ranks + num_shared)
         most_blocks = limits.num_processors * blocks
-        return cls(instance_for(name, types), min(most_blocks, -(-most_units // teams)), shared_bytes, plan)
+        instance = instance_for(name, types, *(weights.unit if name == GATE_UP else ()))
+        return cls(instance, min(most_blocks, -(-most_units // teams)), shared_bytes, plan)
 
     def run(self, args: Sequence[Argument]) -> None:
         """Queues it."""

@@ -56,8 +56,9 @@ def all_experts_grouped(
 
 
 def _matrices(weights: ExpertWeights, *, has_shared: bool) -> experts_gemv.ExpertMatrices:
-    shared = (weights.shared_gate, weights.shared_up, weights.shared_down)
-    return experts_gemv.ExpertMatrices(weights.gate, weights.up, weights.down, shared if has_shared else None)
+    shared = (weights.shared_gate, weights.shared_up, weights.shared_down) if has_shared else None
+    stacks = weights.gate, weights.up, weights.down
+    return experts_gemv.ExpertMatrices(*stacks, shared, weights.activation, weights.biases)
 
 
 def gate_up_gemm(
@@ -70,8 +71,8 @@ def gate_up_gemm(
     """Gate and up of the routed experts that have addresses, of integer types.
 
     x: activations quantised for gate and for up. The pairs of `groups` must be grouped. Writes the tiles of
-    `groups`, and to outs float32 [T · K, F] by place: the activated product if gate and up are of one type,
-    otherwise both products.
+    `groups`, and to outs float32 [T · K, F] by place: both products, or with one of them the SwiGLU of gate
+    and up, which are of one type.
     """
     gate, up, down = stacks
     ffn_size, hidden_size = gate.rows, gate.cols

@@ -127,7 +127,7 @@ class ResidentExecutor(WithWholeFfns):
     def compute(self, x: "Activations", routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
         """See `Executor`."""
         routed, shared = self._kernels.outputs(x, routing.ids, weights)
-        return ExpertOutputs(routed, shared, routing)
+        return ExpertOutputs(routed, shared, routing, bias=weights.down_bias)
 
     def finish_step(self) -> None:
         """Nothing runs beside the stream."""

@@ -44,9 +44,9 @@ __device__ __forceinline__ Work share_units(const MatrixShape& shape, const uint
   return {shape, data, data == nullptr ? 0 : num_units, team * num_blocks + block, num_blocks * num_teams};
 }
 
-// h = silu(gate x) · (up x). Of two neighbouring warps one has the rows of a unit of gate, the other those of
-// up.
-template <Types types>
+// h = silu(gate x) · (up x), or another gated unit. Of two neighbouring warps one has the rows of a unit of
+// gate, the other those of up.
+template <Types types, int unit = swiglu_unit>
 __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
     expert_gate_up(const __grid_constant__ GateUp matrices, const __grid_constant__ PairRows h,
                    const int* ids, int num_ranks, int pairs_per_token, const int8_t* q, const float* scales,
@@ -92,13 +92,14 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
   }
   __syncthreads();
   float* out = row_of(h, pair, num_ranks, shape.num_rows);
+  const int expert = unit == swiglu_unit || pair.is_shared ? -1 : ids[pair.token * num_ranks + pair.rank];
   int turn = 0;
   multiply<types, 1, expert_grid_room>(work, ring, ahead, inputs, [&](int row, const float (&y)[1]) {
     float* kept = &gates[team][turn][row & (expert_max_unit_rows - 1)];
     const bool exists = row < shape.num_rows;
     if (!is_up && exists) *kept = y[0];
     sync_pair(team);
-    if (is_up && exists) out[row] = exact_swiglu(*kept, y[0]);
+    if (is_up && exists) out[row] = gated<unit>(matrices, expert, shape.num_rows, row, *kept, y[0]);
     turn ^= 1;  // the other warp may still read
   });
 }

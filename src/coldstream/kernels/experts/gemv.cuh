@@ -25,6 +25,9 @@ struct ExpertMatrix {
 
 struct GateUp {
   ExpertMatrix matrix[2];  // gate, up
+  const float* gate_bias;  // of the routed experts, [experts, rows]; null: none
+  const float* up_bias;    // likewise
+  float limit;             // of a clamped unit
 };
 
 struct Down {
@@ -36,6 +39,19 @@ struct PairRows {
   float* routed;
   float* shared;
 };
+
+// Of products of gate and up at a row, of the routed expert `expert` or, if that is negative, the shared one.
+template <int unit>
+__device__ __forceinline__ float gated(const GateUp& matrices, int expert, int num_rows, int row, float gate,
+                                       float up) {
+  if constexpr (unit != swiglu_unit) {
+    if (matrices.gate_bias != nullptr && expert >= 0) {
+      gate += matrices.gate_bias[int64_t(expert) * num_rows + row];
+      up += matrices.up_bias[int64_t(expert) * num_rows + row];
+    }
+  }
+  return exact_glu<unit>(gate, up, matrices.limit);
+}
 
 __device__ __forceinline__ Ring warp_ring(uint8_t* memory, int stage_bytes, int stages) {
   return {memory + threadIdx.x / warp_size * stages * stage_bytes, stage_bytes, stages};

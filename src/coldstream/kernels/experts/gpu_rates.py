@@ -202,7 +202,8 @@ class MeasuredLayers:
 
     def step(self, stacks: Sequence[ExpertTable], number: int, num_layers: int) -> Callable[[], None]:
         """What queues the layers of `graph`."""
-        weights, ops = ExpertWeights(*stacks), self._ops
+        gate, up, down = stacks
+        weights, ops = ExpertWeights(gate, up, down), self._ops
         chosen = [self._written(self._choice(layer, number)[None]) for layer in range(num_layers)]
         shares = self._written(np.full((1, number), 1 / number, np.float32))
 

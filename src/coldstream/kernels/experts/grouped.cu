@@ -53,8 +53,8 @@ __device__ __forceinline__ SharedRows stage_item(uint8_t* memory, const Item& it
   return is_block ? of_blocks : of_groups;
 }
 
-// h = silu(gate x) · (up x), as `expert_gate_up`.
-template <Types types>
+// h = silu(gate x) · (up x) or another gated unit, as `expert_gate_up`.
+template <Types types, int unit = swiglu_unit>
 __global__ void __launch_bounds__(expert_threads, grouped_blocks(types))
     grouped_gate_up(const __grid_constant__ GateUp matrices, const __grid_constant__ PairRows h,
                     const __grid_constant__ Chosen chosen, const __grid_constant__ TokenRows x,
@@ -84,13 +84,15 @@ __global__ void __launch_bounds__(expert_threads, grouped_blocks(types))
         const Cursor ahead = fill_ring(work, ring);
         ring.wait_for_earlier_copies();
         __syncthreads();
+        const int expert = unit == swiglu_unit || item.is_shared() ? -1 : chosen.ids[item.members[0]];
         RowSums kept = row_sums(memory, plan, warp, turn);
         multiply_rows<types>(work, ring, ahead, rows, kept, [&](int first_row) {
           sync_pair(team);
           const float* gates = row_sums(memory, plan, warp - 1, turn).sums;
           if (is_up)
             for_each_sum(shape, item.count, first_row, [&](int t, int row, int i) {
-              item.row_of(h, t, shape.num_rows)[row] = exact_swiglu(gates[i], kept.sums[i]);
+              item.row_of(h, t, shape.num_rows)[row] =
+                  gated<unit>(matrices, expert, shape.num_rows, row, gates[i], kept.sums[i]);
             });
           turn ^= 1;  // the other warp may still read
           kept = row_sums(memory, plan, warp, turn);

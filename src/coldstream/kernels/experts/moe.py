@@ -29,11 +29,11 @@ from coldstream.kernels.experts.cuda_layer import (
 from coldstream.kernels.experts.partition import Sharing, begin_of, partition_experts_cuda
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.kernels.linear.integer_types import INTEGER_TYPES, activation_scale_size
-from coldstream.kernels.ops import ExpertWeights, FfnWeights, RouterWeights, Routing
+from coldstream.kernels.ops import SWIGLU, ExpertWeights, RouterWeights, Routing
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.router.cuda import Ahead, RouterBuffers, router_choose_cuda, router_gemv_cuda
-from coldstream.kernels.swiglu.cuda import swiglu_cuda
+from coldstream.kernels.swiglu.cuda import PlacedBiases, swiglu_cuda
 
 # Up to so many tokens each pair is computed on its own, up to `MAX_GROUPED_ROWS` pairs of an expert read it
 # together in the same launches, and beyond they are sorted for the tensor cores.
@@ -157,8 +157,7 @@ class MoeKernels:
         """Output of the shared expert before its gate, [T, E]; None if there is none."""
         if weights.shared_gate is None:
             return None
-        matrices = FfnWeights(weights.shared_gate, weights.shared_up, weights.shared_down)
-        shared: DeviceArray = ffn_of_products(self.device, x, matrices)
+        shared: DeviceArray = ffn_of_products(self.device, x, weights.shared)
         return shared
 
     def pairs(self, x: Activations, ids: DeviceArray, weights: ExpertWeights) -> Pairs:
@@ -180,14 +179,14 @@ class MoeKernels:
         inputs = device.quantised_for(x, (gate.quant_type, up.quant_type))
         hidden = device.activations(num_pairs, gate.rows, scale_size=activation_scale_size(down.quant_type))
         products: tuple[DeviceArray, ...] = (hidden.values,)
-        if gate.quant_type != up.quant_type:
+        if gate.quant_type != up.quant_type or weights.activation != SWIGLU:
             products = (device.empty(*hidden.shape), device.empty(*hidden.shape))
         return Pairs(x, ids, routed, form, _Grouped(groups, inputs, products, hidden))
 
     def compute(self, pairs: Pairs, weights: ExpertWeights, places: slice) -> None:
         """Computes the pairs whose experts have an address in `weights`; for GEMM, all lie in `places`."""
         if pairs.grouped is not None:
-            self._gemm(pairs.grouped, pairs, stacks_of(weights), places)
+            self._gemm(pairs.grouped, pairs, weights, places)
         elif pairs.form is Form.GROUPED:
             self._in_one_launch(pairs, weights, None)
         else:
@@ -211,8 +210,9 @@ class MoeKernels:
         else:
             self.device.launch(all_experts_gemv, pairs.x, ids, weights, hidden, outs)
 
-    def _gemm(self, grouped: _Grouped, pairs: Pairs, stacks: Stacks, places: slice) -> None:
+    def _gemm(self, grouped: _Grouped, pairs: Pairs, weights: ExpertWeights, places: slice) -> None:
         launch, products, hidden = self.device.launch, grouped.products, grouped.hidden
+        stacks = stacks_of(weights)
         launch(gate_up_gemm, grouped.inputs, pairs.ids, stacks, grouped.groups, products)
         # Other experts' places in between keep their values, or are overwritten when those are computed.
         part = hidden.rows(places.start, places.stop - places.start)
@@ -220,5 +220,8 @@ class MoeKernels:
             launch(quantize_cuda, part.values, part.quantised)
         else:
             gate, up = (product[places] for product in products)
-            launch(swiglu_cuda, gate, up, part.values, part.quantised)
+            biases = None
+            if weights.biases is not None:
+                biases = PlacedBiases(weights.biases, grouped.groups.pairs[places], pairs.ids)
+            launch(swiglu_cuda, gate, up, part.values, part.quantised, weights.activation, biases)
         launch(down_gemm, hidden.quantised, pairs.ids, stacks, grouped.groups, pairs.routed)

@@ -24,11 +24,13 @@ def routed_experts(
     down: Weight,
     multiply: Function = linear,
     activate: Function = swiglu,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """down_e(silu(gate_e x) · up_e x) for each chosen expert e, kept apart: x [T, E], ids [T, K] → [T, K, E].
 
     gate and up are [experts, F, E], down is [experts, E, F]; `multiply` and `activate` say how one expert's
-    products and activation are computed. ValueError if shapes disagree or an id names no expert.
+    products and activation are computed. biases: of gate and up, [experts, F] each, added before the
+    activation. ValueError if shapes disagree or an id names no expert.
     """
     num_experts, ffn_size, hidden_size = gate.shape
     fits = up.shape == gate.shape and tuple(down.shape) == (num_experts, hidden_size, ffn_size)
@@ -44,7 +46,10 @@ def routed_experts(
     for expert in sorted(set(flat_ids.tolist())):
         chosen = (flat_ids == expert).nonzero().flatten()
         inputs = x[chosen // num_ranks]
-        hidden = activate(multiply(inputs, gate[expert]), multiply(inputs, up[expert]))
+        parts = [multiply(inputs, matrix[expert]) for matrix in (gate, up)]
+        if biases is not None:
+            parts = [part + bias[expert] for part, bias in zip(parts, biases, strict=True)]
+        hidden = activate(*parts)
         outputs.append(multiply(hidden, down[expert]))
         pairs.append(chosen)
     return torch.cat(outputs)[torch.cat(pairs).argsort()].reshape(num_tokens, num_ranks, hidden_size)
@@ -62,12 +67,16 @@ def combine_experts(
     shared_gate: torch.Tensor | None,
     fma: Function = multiply_add,
     sigmoid: Function = torch.sigmoid,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Σ_k weight_k · routed_k in rank order, then + sigmoid(shared_gate) · shared.
 
     routed [T, K, E], topk_weights [T, K], shared [T, E], shared_gate [T, 1] → [T, E]. With None for
-    the gate + shared, with None for the last two the sum alone.
+    the gate + shared, with None for the last two the sum alone. bias [T, K, E]: of each row's expert, is
+    first added to routed.
     """
+    if bias is not None:
+        routed = routed + bias
     total = torch.zeros_like(routed[:, 0])
     for rank in range(routed.shape[1]):
         total = fma(topk_weights[:, rank : rank + 1], routed[:, rank], total)

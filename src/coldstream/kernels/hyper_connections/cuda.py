@@ -74,6 +74,8 @@ def inject_norm_cuda(
     kernel, args = INJECT, [outputs]
     if isinstance(update, ExpertOutputs):
         kind, args = sum_of_experts(update)
+        if update.bias is not None:
+            raise ValueError("no kernel adds biases of experts to streams")
         kernel = INJECT_EXPERTS.format(kind)
         if update.shared is not None:
             _check_aligned(update.shared)

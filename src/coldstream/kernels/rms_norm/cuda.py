@@ -4,7 +4,7 @@ import ctypes
 from pathlib import Path
 
 from coldstream.kernels.arithmetic.quantised import GROUP_SIZE, QuantActivations, padded_cols
-from coldstream.kernels.cuda.array import DeviceArray
+from coldstream.kernels.cuda.array import DeviceArray, check_array
 from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import Argument, CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
@@ -15,6 +15,7 @@ from coldstream.kernels.ops import ExpertOutputs
 NORM, ADD = "rms_norm_rows<{}>", "add_rms_norm_rows<{}>"
 PAIR = "rms_norm_pair_rows"  # of aligned rows only
 COMBINE = "combine_rms_norm_rows<{}, {}>"
+COMBINE_BIASED = "combine_rms_norm_rows<{}, no_shared, true>"
 # As `SharedExpert` of expert_sum.cuh.
 SHARED_KINDS = NO_SHARED, PLAIN_SHARED, GATED_SHARED = ("no_shared", "plain_shared", "gated_shared")
 PROGRAM = CudaProgram(
@@ -23,7 +24,7 @@ PROGRAM = CudaProgram(
         PAIR,
         *(
             kernel.format(aligned)
-            for kernel in (NORM, ADD, *(COMBINE.format("{}", kind) for kind in SHARED_KINDS))
+            for kernel in (NORM, ADD, *(COMBINE.format("{}", kind) for kind in SHARED_KINDS), COMBINE_BIASED)
             for aligned in ("true", "false")
         ),
     ),
@@ -108,8 +109,22 @@ def add_rms_norm_cuda(
     kind, of_experts = sum_of_experts(update)
     shared = () if update.shared is None else (update.shared,)
     tensors = (x, update.routed, *shared, total)
-    kernel = COMBINE.format("{}", kind)
-    _launch(kernel, [x, *of_experts, total], tensors, x.shape[1], weight, eps, out, quantized)
+    kernel, bias, ids = COMBINE.format("{}", kind), None, None
+    if update.bias is not None:
+        bias, ids = _check_bias(update, kind)
+        kernel, tensors = COMBINE_BIASED, (*tensors, bias)
+    _launch(kernel, [x, *of_experts, total, bias, ids], tensors, x.shape[1], weight, eps, out, quantized)
+
+
+def _check_bias(update: ExpertOutputs, kind: str) -> tuple[DeviceArray, DeviceArray]:
+    """The biases of the experts' outputs, and the experts. ValueError if they do not fit."""
+    ids = update.routing.ids
+    check_array("ids", ids, "int32")
+    if kind != NO_SHARED or update.bias.shape[1:] != update.routed.shape[2:]:
+        raise ValueError(f"biases {tuple(update.bias.shape)} of experts, beside one that is {kind}")
+    if tuple(ids.shape) != tuple(update.routed.shape[:2]):
+        raise ValueError(f"experts {tuple(ids.shape)} for outputs {tuple(update.routed.shape)}")
+    return update.bias, ids
 
 
 def sum_of_experts(update: ExpertOutputs) -> tuple[str, list[Argument]]:

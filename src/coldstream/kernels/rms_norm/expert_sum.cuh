@@ -11,16 +11,18 @@ struct Experts {
   const float* routed;   // [ranks, cols]
   const float* weights;  // [ranks]
   int num_ranks;
-  const float* shared;       // [cols]
-  const float* shared_gate;  // one; null for a weight of 1
-  const int* cpu_ids;        // [ranks], −1 for rows in `routed`; null: all are
-  const float* cpu_rows;     // [ranks, cols], in the host's memory
+  const float* shared;          // [cols]
+  const float* shared_gate;     // one; null for a weight of 1
+  const int* cpu_ids;           // [ranks], −1 for rows in `routed`; null: all are
+  const float* cpu_rows;        // [ranks, cols], in the host's memory
+  const float* bias = nullptr;  // [experts, cols], of the outputs
+  const int* ids = nullptr;     // [ranks]
 };
 
 constexpr int ranks_at_once = 8;
 
 // Adds the experts of ranks first … first + 7 that exist, and loads all before it adds the first.
-template <bool aligned>
+template <bool aligned, bool has_bias>
 __device__ __forceinline__ float4 add_ranks(const Experts& experts, int first, int i, int cols, float4 sum) {
   float4 values[ranks_at_once];
   float weights[ranks_at_once];
@@ -39,7 +41,11 @@ __device__ __forceinline__ float4 add_ranks(const Experts& experts, int first, i
   }
 #pragma unroll
   for (int k = 0; k < ranks_at_once; k++) {
-    if (first + k < experts.num_ranks) sum = fma_four(weights[k], values[k], sum);
+    if (first + k >= experts.num_ranks) continue;
+    if constexpr (has_bias)
+      values[k] =
+          values[k] + load_four<aligned>(experts.bias + int64_t(experts.ids[first + k]) * cols, i, cols);
+    sum = fma_four(weights[k], values[k], sum);
   }
   return sum;
 }
@@ -48,7 +54,7 @@ __device__ __forceinline__ float4 add_ranks(const Experts& experts, int first, i
 enum SharedExpert { no_shared, plain_shared, gated_shared };
 
 // The experts' sum at four columns: by rank, then the shared one if there is one.
-template <bool aligned, SharedExpert kind>
+template <bool aligned, SharedExpert kind, bool has_bias = false>
 __device__ __forceinline__ float4 combine_experts(const Experts& experts, int i, int cols) {
   float4 shared;
   float shared_gate;
@@ -56,7 +62,7 @@ __device__ __forceinline__ float4 combine_experts(const Experts& experts, int i,
   if constexpr (kind == gated_shared) shared_gate = *experts.shared_gate;
   float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
   for (int first = 0; first < experts.num_ranks; first += ranks_at_once) {
-    sum = add_ranks<aligned>(experts, first, i, cols, sum);
+    sum = add_ranks<aligned, has_bias>(experts, first, i, cols, sum);
   }
   if constexpr (kind == gated_shared)
     return fma_four(exact_sigmoid(shared_gate), shared, sum);

@@ -91,12 +91,12 @@ __global__ void __launch_bounds__(max_threads)
 }
 
 // The same with the sum of the experts as update.
-template <bool aligned, SharedExpert kind>
+template <bool aligned, SharedExpert kind, bool has_bias = false>
 __global__ void __launch_bounds__(max_threads)
     combine_rms_norm_rows(const float* x, const float* routed, const float* topk_weights, int num_ranks,
                           const float* shared, const float* shared_gate, const int* cpu_ids,
                           const float* cpu_rows, const __grid_constant__ Answer answer, LayerStamps* stamps,
-                          float* sum, Norm norm, NormOutputs out) {
+                          float* sum, const float* bias, const int* ids, Norm norm, NormOutputs out) {
   const Eight first_weights = load_eight<aligned>(norm.weight, threadIdx.x / warp_size, norm.cols);
   ExpertWait wait(cpu_ids, num_ranks, stamps);
   wait_for_previous_grid();
@@ -109,11 +109,14 @@ __global__ void __launch_bounds__(max_threads)
                         shared + begin,
                         shared_gate + token,
                         wait.is_waiting ? cpu_ids + token * num_ranks : nullptr,
-                        cpu_rows + begin * num_ranks};
+                        cpu_rows + begin * num_ranks,
+                        bias,
+                        ids + token * num_ranks};
   for (int i = 4 * threadIdx.x; i < norm.padded; i += 4 * blockDim.x) {
     float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
     if (i < norm.cols) {
-      v = load_four<aligned>(x + begin, i, norm.cols) + combine_experts<aligned, kind>(experts, i, norm.cols);
+      v = load_four<aligned>(x + begin, i, norm.cols) +
+          combine_experts<aligned, kind, has_bias>(experts, i, norm.cols);
       store_four<aligned>(sum + begin, i, norm.cols, v);
     }
     dynamic_shared[i / 4] = v;

@@ -198,7 +198,7 @@ class CpuDflashSequence(CommittedRows[ContextRows]):
         if conv is not None and dynamic is not None:
             x = model.convolved(x, dynamic, conv, 0)
         gate, up = model.ops.linear(x, (layer.ffn_gate, layer.ffn_up))
-        result = model.product(model.ops.swiglu(gate, up), layer.ffn_down)
+        result = model.product(model.ops.glu(gate, up), layer.ffn_down)
         return result if conv is None or dynamic is None else model.convolved(result, dynamic, conv, 1)
 
 

@@ -265,7 +265,7 @@ class DflashBlock:
         """What the FFN adds to the residual stream, [B, E]."""
         x, dynamic = self._convolved(normed, layer.ffn_conv)
         gate, up = self._ops.linear(x, (layer.ffn_gate, layer.ffn_up))
-        (update,) = self._ops.linear(self._ops.swiglu(gate, up), (layer.ffn_down,))
+        (update,) = self._ops.linear(self._ops.glu(gate, up), (layer.ffn_down,))
         return self._convolve(update, layer.ffn_conv, dynamic)
 
     def _convolved(

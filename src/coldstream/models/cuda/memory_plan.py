@@ -11,6 +11,8 @@ from functools import cache
 from itertools import pairwise, product
 from typing import Any
 
+import numpy as np
+
 from coldstream.errors import OutOfMemoryError, UnsupportedError
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.attention.cuda import HEAD_MULTIPLE, LARGEST_HEAD
@@ -34,7 +36,7 @@ from coldstream.models.cuda.loaded_model import Loaded
 from coldstream.models.loader import Block
 from coldstream.models.spec.model_spec import ModelSpec
 
-GATES, UPS = ".ffn_gate_exps.", ".ffn_up_exps."
+GATES, UPS = ".ffn_gate_exps.weight", ".ffn_up_exps.weight"
 MAX_EXPERTS = EXPERTS_PER_LANE[-1] * WARP_SIZE
 ROWS_OF_GROUPS = (5, 17, 128)  # most rows of a step whose kernels are in a group
 
@@ -276,6 +278,8 @@ def _kind(value: Any) -> Hashable:
     """Types and shapes of everything in `value`, without addresses and contents."""
     if isinstance(value, RawArray):
         return tuple(value.shape), name_of(value.dtype)
+    if isinstance(value, np.ndarray):  # the host's copy of an array
+        return value.shape, str(value.dtype)
     kind: Any = type(value)
     if (names := _fields_of(kind)) is not None:
         return kind, tuple(_kind(getattr(value, name)) for name in names)

@@ -60,10 +60,11 @@ def _mixer_fields(spec: AttentionSpec | DeltaNetSpec) -> Iterator[_LayerField]:
 
 
 def _ffn_fields(spec: MoeSpec | DenseFfnSpec) -> Iterator[_LayerField]:
-    yield _LayerField("activation", spec.activation, spec.activation == "swiglu", "swiglu")
     if isinstance(spec, DenseFfnSpec):
         return
-    yield _LayerField("expert bias", spec.bias, not spec.bias, "experts without biases")
+    is_usual = spec.activation.kind == "swiglu" or spec.shared != "none"
+    supported = "biases before another unit than SwiGLU, without a shared expert"
+    yield _LayerField("expert bias", spec.bias, not (spec.bias and is_usual), supported)
     own = spec.router.own_input
     is_alone = not own or spec.shared != "gated"
     yield _LayerField("router's own input", own, is_alone, "one without the gate of a shared expert")

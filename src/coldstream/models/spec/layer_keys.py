@@ -12,7 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from coldstream.errors import UnsupportedError
-from coldstream.kernels.ops import GATINGS, PLAIN_RULE, OutputGate, RopeSpec, RouterSpec
+from coldstream.kernels.ops import (
+    GATINGS,
+    PLAIN_RULE,
+    SWIGLU,
+    Activation,
+    OutputGate,
+    RopeSpec,
+    RouterSpec,
+)
 from coldstream.models.spec.hyperparameters import MAX_BLOCKS, MAX_HEADS, Hyperparameters
 from coldstream.models.spec.layer_specs import (
     AttentionSpec,
@@ -26,6 +34,7 @@ from coldstream.models.spec.layer_specs import (
 )
 from coldstream.models.spec.rope_keys import USUAL_YARN, YarnRules, read_scaling
 
+CLAMPED_LIMIT: Final = 7.0
 # Ollama's converter has a name of its own for the same key.
 NORM_KEYS: Final = ("expert_weights_norm", "norm_top_k_prob")
 
@@ -173,7 +182,14 @@ def read_delta_net(keys: Hyperparameters, *, value_heads_grouped: bool) -> Delta
     return spec
 
 
-def read_moe(keys: Hyperparameters, *, shared: SharedExpert, router: RouterSpec | None = None) -> MoeSpec:
+def read_moe(
+    keys: Hyperparameters,
+    *,
+    shared: SharedExpert,
+    router: RouterSpec | None = None,
+    activation: Activation = SWIGLU,
+    bias: bool = False,
+) -> MoeSpec:
     """The mixture of experts of all layers that have one. router: by default that of `read_router`."""
     router = router or read_router(keys)
     num_experts = keys.integer("expert_count", 1, 4096)
@@ -185,6 +201,8 @@ def read_moe(keys: Hyperparameters, *, shared: SharedExpert, router: RouterSpec 
         router=router,
         shared=shared,
         shared_ffn_size=0 if shared == "none" else _shared_ffn_size(keys),
+        activation=activation,
+        bias=bias,
     )
 
 
@@ -195,6 +213,11 @@ def _shared_ffn_size(keys: Hyperparameters) -> int:
         return keys.uniform(size_key, 1 << 16)
     count = keys.integer(count_key, 1, 64)
     return count * keys.uniform("expert_feed_forward_length", (1 << 16) // count)
+
+
+def read_clamped_swiglu(keys: Hyperparameters) -> Activation:
+    """The clamped SwiGLU of gpt-oss, whose limit no key states in most files."""
+    return Activation("clamped swiglu", keys.number("swiglu_clamp_exp", 1e-6, 1e6, CLAMPED_LIMIT))
 
 
 def read_router(
@@ -250,9 +273,9 @@ def _candidates(keys: Hyperparameters, router: RouterSpec, num_experts: int) -> 
     return size * router.num_used_groups
 
 
-def read_dense_ffn(keys: Hyperparameters) -> DenseFfnSpec:
+def read_dense_ffn(keys: Hyperparameters, activation: Activation = SWIGLU) -> DenseFfnSpec:
     """The feed-forward network of all layers without experts."""
-    return DenseFfnSpec(keys.uniform("feed_forward_length", 1 << 18))
+    return DenseFfnSpec(keys.uniform("feed_forward_length", 1 << 18), activation)
 
 
 def read_ffns(keys: Hyperparameters, moe: MoeSpec) -> tuple[MoeSpec | DenseFfnSpec, ...]:

@@ -7,11 +7,18 @@ once, when a model is opened, so that running a layer needs no further check.
 from dataclasses import dataclass
 from typing import Literal
 
-from coldstream.kernels.ops import PLAIN_RULE, DeltaNetGate, OutputGate, RopeSpec, RouterSpec
+from coldstream.kernels.ops import (
+    PLAIN_RULE,
+    SWIGLU,
+    Activation,
+    DeltaNetGate,
+    OutputGate,
+    RopeSpec,
+    RouterSpec,
+)
 
 LayerKind = Literal["attention", "delta_net"]
 QkNorm = Literal["none", "head", "projection"]
-Activation = Literal["swiglu", "clamped swiglu"]
 SharedExpert = Literal["none", "plain", "gated"]
 
 
@@ -129,7 +136,7 @@ class MoeSpec:
     num_experts_per_tok: int
     ffn_size: int
     router: RouterSpec = PLAIN_RULE.spec
-    activation: Activation = "swiglu"
+    activation: Activation = SWIGLU
     bias: bool = False  # of the experts' matrices
     shared: SharedExpert = "none"  # added as it is, or times the sigmoid of a gate
     shared_ffn_size: int = 0
@@ -140,7 +147,7 @@ class DenseFfnSpec:
     """A feed-forward network that every token takes whole."""
 
     size: int
-    activation: Activation = "swiglu"
+    activation: Activation = SWIGLU
 
 
 @dataclass(frozen=True)

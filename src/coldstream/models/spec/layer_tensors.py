@@ -163,7 +163,16 @@ def _moe_tensors(spec: MoeSpec, hidden: int) -> tuple[Requirement, ...]:
         **({"ffn_gate_inp.scale": (hidden,)} if spec.router.own_input else {}),
         **({"ffn_down_exps.scale": (experts,)} if spec.router.expert_scale else {}),
     }
-    return ((split, fused), *each(others), *_shared_expert_tensors(spec, hidden))
+    biases = {
+        "ffn_gate_exps.bias": (experts, size),
+        "ffn_up_exps.bias": (experts, size),
+        "ffn_down_exps.bias": (experts, hidden),
+    }
+    return (
+        (split, fused),
+        *each({**others, **(biases if spec.bias else {})}),
+        *_shared_expert_tensors(spec, hidden),
+    )
 
 
 def _shared_expert_tensors(spec: MoeSpec, hidden: int) -> tuple[Requirement, ...]:

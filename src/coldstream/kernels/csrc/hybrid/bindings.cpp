@@ -30,7 +30,8 @@ class BoundServer {
     if (ahead) arrays_.push_back(keep(*ahead));
   }
 
-  int add_layer(const Weight& gate, const Weight& up, const Weight& down, std::shared_ptr<ExpertPool> pool) {
+  int add_layer(const Weight& gate, const Weight& up, const Weight& down, std::shared_ptr<ExpertPool> pool,
+                const ExpertGlu* glu) {
     const bool belong_together = gate.num_matrices == up.num_matrices &&
                                  gate.num_matrices == down.num_matrices && gate.num_rows == up.num_rows &&
                                  down.num_cols == gate.num_rows;
@@ -39,6 +40,8 @@ class BoundServer {
       throw std::invalid_argument("gate, up and down must be experts for rows of " +
                                   std::to_string(hidden_size_) + " values");
     }
+    if (glu != nullptr && !glu->fits(gate))
+      throw std::invalid_argument("biases must be [experts, rows of gate]");
     const int layer = pool == nullptr ? -1 : pool->layer_of(gate.addresses);
     for (const Weight* w : {&gate, &up, &down}) {
       const bool lies_there =
@@ -46,7 +49,7 @@ class BoundServer {
       if (!lies_there)
         throw std::invalid_argument("gate, up and down must lie in one layer of the pool given");
     }
-    return server_.add_layer(gate, up, down, std::move(pool), layer);
+    return server_.add_layer(gate, up, down, glu == nullptr ? ExpertGlu{} : *glu, std::move(pool), layer);
   }
   void begin() { server_.begin(); }
   void end() { server_.end(); }
@@ -110,6 +113,7 @@ void bind_hybrid(nb::module_& m) {
            "what a layer will probably ask for.")
       .def(
           "add_layer", &BoundServer::add_layer, "gate"_a, "up"_a, "down"_a, "pool"_a.none() = nb::none(),
+          "glu"_a.none() = nb::none(),
           "The experts of the next layer; returns its number. pool: the one that they are parts of, or None.")
       .def("begin", &BoundServer::begin, "Looks for requests from now on.")
       .def("end", &BoundServer::end, "Pauses: no request comes before the next `begin`.")

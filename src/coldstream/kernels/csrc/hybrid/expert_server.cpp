@@ -54,11 +54,11 @@ ExpertServer::~ExpertServer() {
   thread_->join();
 }
 
-int ExpertServer::add_layer(const Weight& gate, const Weight& up, const Weight& down,
+int ExpertServer::add_layer(const Weight& gate, const Weight& up, const Weight& down, const ExpertGlu& glu,
                             std::shared_ptr<ExpertPool> pool, int pool_layer) {
   const int64_t stride = down.num_rows;
-  RoutedExpertsArgs args = {box_.x, box_.ids, box_.num_ranks, box_.num_ranks,          gate,
-                            up,     down,     box_.out,       stride * box_.num_ranks, stride};
+  RoutedExpertsArgs args = {box_.x, box_.ids, box_.num_ranks,          box_.num_ranks, gate, up,
+                            down,   box_.out, stride * box_.num_ranks, stride,         glu};
   Layer next;
   if (pool != nullptr) {
     const PooledLayer from = {pool, pool_layer, box_.ids, box_.num_ranks, box_.num_ranks};

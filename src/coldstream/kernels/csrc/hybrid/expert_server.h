@@ -63,8 +63,8 @@ class ExpertServer {
 
   // The experts of one more layer, with E columns; returns its number. pool: null, or the pool that they are
   // the layer `pool_layer` of.
-  int add_layer(const Weight& gate, const Weight& up, const Weight& down, std::shared_ptr<ExpertPool> pool,
-                int pool_layer);
+  int add_layer(const Weight& gate, const Weight& up, const Weight& down, const ExpertGlu& glu,
+                std::shared_ptr<ExpertPool> pool, int pool_layer);
 
   // From here to `end`, and a few milliseconds longer so that the next `begin` need not wake threads, the
   // server polls without pause. For decode steps the pool's threads stay awake.

@@ -17,10 +17,11 @@ void add(Runtime& rt, const Array2d& x, const Array2d& y, const Array2d& out) {
   submit_with(rt, std::move(next), rows, x, y, out);
 }
 
-void swiglu(Runtime& rt, const Array2d& gate, const Array2d& up, const Array2d& out) {
+void glu(Runtime& rt, const Array2d& gate, const Array2d& up, const Array2d& out, int kind, float limit) {
+  if (kind < 0 || kind >= num_glu_kinds) refuse("unknown gated unit " + std::to_string(kind));
   const int64_t rows = size_of(gate, 0), size = size_of(gate, 1);
-  auto next = make_swiglu(kernels_of(rt), input(gate, "gate", rows, size), input(up, "up", rows, size),
-                          output(out, "out", rows, size), size);
+  auto next = make_glu(kernels_of(rt), {static_cast<GluKind>(kind), limit}, input(gate, "gate", rows, size),
+                       input(up, "up", rows, size), output(out, "out", rows, size), size);
   submit_with(rt, std::move(next), rows, gate, up, out);
 }
 
@@ -95,10 +96,16 @@ void rope_angles(Runtime& rt, const Ids1d& positions, double theta, const Array3
 
 void combine_experts(Runtime& rt, const Array3d& routed, const Array2d& topk_weights,
                      const std::optional<Array2d>& shared, const std::optional<Array2d>& shared_gate,
-                     const Array2d& out) {
+                     const Array2d& out, const std::optional<Array2d>& bias,
+                     const std::optional<Ids2d>& ids) {
   const int64_t rows = size_of(routed, 0), k = size_of(routed, 1), size = size_of(routed, 2);
   check(routed, "routed", {rows, k, size});
   if (shared_gate && !shared) refuse("a gate comes with its shared expert");
+  if (bias.has_value() != ids.has_value()) refuse("biases of experts come with the experts of each row");
+  if (bias) {
+    check_contiguous(*bias, "bias", {size_of(*bias, 0), size});
+    check_contiguous(*ids, "ids", {rows, k});
+  }
   const CombineArguments arguments = {
       .routed = routed.data(),
       .row_stride = routed.stride(0),
@@ -108,16 +115,17 @@ void combine_experts(Runtime& rt, const Array3d& routed, const Array2d& topk_wei
       .weights = input(topk_weights, "topk_weights", rows, k),
       .shared = shared ? input(*shared, "shared", rows, size) : InputRows{},
       .shared_gate = shared_gate ? input(*shared_gate, "shared_gate", rows, 1) : InputRows{},
+      .bias = bias ? bias->data() : nullptr,
+      .ids = ids ? ids->data() : nullptr,
       .out = output(out, "out", rows, size),
   };
-  auto next = make_combine_experts(kernels_of(rt), arguments);
-  if (shared_gate) {
-    submit_with(rt, std::move(next), rows, routed, topk_weights, *shared, *shared_gate, out);
-  } else if (shared) {
-    submit_with(rt, std::move(next), rows, routed, topk_weights, *shared, out);
-  } else {
-    submit_with(rt, std::move(next), rows, routed, topk_weights, out);
+  if (rows > INT32_MAX / 1024) refuse(std::to_string(rows) + " rows are more than one call takes");
+  std::vector<std::shared_ptr<void>> owners = {keep(routed), keep(topk_weights), keep(out)};
+  for (const auto* each : {&shared, &shared_gate, &bias}) {
+    if (*each) owners.push_back(keep(**each));
   }
+  if (ids) owners.push_back(keep(*ids));
+  submit(rt, make_combine_experts(kernels_of(rt), arguments), static_cast<int>(rows), std::move(owners));
 }
 
 void check_router_weight(const Weight& matrix) {
@@ -212,8 +220,9 @@ void top_log_probs(Runtime& rt, const Array2d& logits, const Ids2d& ids, const A
 void bind_row_ops(nb::module_& m) {
   m.def("add", add, "runtime"_a, nb::arg("x").noconvert(), nb::arg("y").noconvert(),
         nb::arg("out").noconvert(), "out = x + y, all float32 [T, E]. `out` may be x or y.");
-  m.def("swiglu", swiglu, "runtime"_a, nb::arg("gate").noconvert(), nb::arg("up").noconvert(),
-        nb::arg("out").noconvert(), "out = silu(gate) · up, all float32 [T, F]. `out` may be gate or up.");
+  m.def("glu", glu, "runtime"_a, nb::arg("gate").noconvert(), nb::arg("up").noconvert(),
+        nb::arg("out").noconvert(), "kind"_a = 0, "limit"_a = 0.0f,
+        "out = glu(gate, up), all float32 [T, F]. `out` may be gate or up. kind: a number of `GATED_UNITS`.");
   m.def("rms_norm", rms_norm, "runtime"_a, nb::arg("x").noconvert(), nb::arg("weight").noconvert(), "eps"_a,
         nb::arg("out").noconvert(),
         "out = x / sqrt(mean(x²) + eps) · weight; x and out float32 [T, E], weight [E].");
@@ -236,10 +245,11 @@ void bind_row_ops(nb::module_& m) {
   m.def("combine_experts", combine_experts, "runtime"_a, nb::arg("routed").noconvert(),
         nb::arg("topk_weights").noconvert(), nb::arg("shared").noconvert().none(),
         nb::arg("shared_gate").noconvert().none(), nb::arg("out").noconvert(),
+        nb::arg("bias").noconvert().none() = nb::none(), nb::arg("ids").noconvert().none() = nb::none(),
         "out [T, E] = Σ_k topk_weights[:, k] · routed[:, k] in rank order + sigmoid(shared_gate) · shared; "
-        "routed "
-        "[T, K, E], topk_weights [T, K], shared [T, E], shared_gate [T, 1], float32. With shared and "
-        "shared_gate None, the sum alone.");
+        "routed [T, K, E], topk_weights [T, K], shared [T, E], shared_gate [T, 1], float32. The shared "
+        "expert has weight 1 if shared_gate is None; the sum is alone if both are. bias [experts, E] of "
+        "each row's expert, int32 ids [T, K], is first added to routed.");
   m.def(
       "top_log_probs", top_log_probs, "runtime"_a, nb::arg("logits").noconvert(), nb::arg("ids").noconvert(),
       nb::arg("log_probs").noconvert(),

@@ -5,6 +5,7 @@
 
 #include <stdint.h>
 
+#include "glu.h"
 #include "tier.h"
 
 namespace coldstream {
@@ -138,9 +139,16 @@ struct ChoiceRule {
   bool has_scores() const { return selection_bias != nullptr || num_groups > 1; }
 };
 
+// Biases of the outputs of a token's experts.
+struct ExpertBias {
+  const float* values;  // by expert, `stride` apart; null: there are none
+  int64_t stride;
+  const int32_t* ids;  // by rank
+};
+
 struct FloatKernels {
   void (*add)(const float* x, const float* y, float* out, int64_t n);
-  void (*swiglu)(const float* gate, const float* up, float* out, int64_t n);
+  void (*glu)(const Glu& unit, const float* gate, const float* up, float* out, int64_t n);
   void (*rms_norm)(const float* x, const float* weight, float eps, float* out, int64_t n);
   // out = rms_norm(x) · silu(z), or · sigmoid(z)
   void (*gated_rms_norm)(const float* x, const float* weight, float eps, const float* z, bool is_sigmoid,
@@ -148,9 +156,9 @@ struct FloatKernels {
   // x ← x / sqrt(Σx² + eps) · scale
   void (*l2_norm)(float* x, float eps, float scale, int64_t n);
   // out = s + sigmoid(*gate) · shared with s = Σ_k weights[k] · routed[k · stride], k ascending; s + shared
-  // if gate is null, s alone if shared is null too
+  // if gate is null, s alone if shared is null too; the bias of rank k's expert is first added to `routed`
   void (*combine)(const float* routed, int64_t stride, const float* weights, int64_t k, const float* shared,
-                  const float* gate, float* out, int64_t n);
+                  const float* gate, const ExpertBias& bias, float* out, int64_t n);
 
   // out = x + 2 · sigmoid(*logit / divisor) · update
   void (*inject)(const float* x, const float* update, const float* logit, float divisor, float* out,

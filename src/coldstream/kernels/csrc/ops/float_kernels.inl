@@ -70,9 +70,28 @@ static void add(const float* x, const float* y, float* out, int64_t n) {
   }
 }
 
-static void swiglu(const float* gate, const float* up, float* out, int64_t n) {
+static inline Vec16 gelu16(Vec16 x) {
+  const Vec16 factor = fma16(mul16(x, x), splat16(gelu_cubic), splat16(gelu_linear));
+  return mul16(x, sigmoid16(mul16(x, factor)));
+}
+
+static inline Vec16 clamped_swiglu16(Vec16 gate, Vec16 up, float limit) {
+  gate = min16(splat16(limit), gate);  // in this order a NaN stays one
+  up = max16(splat16(-limit), min16(splat16(limit), up));
+  const Vec16 gated = mul16(gate, sigmoid16(mul16(gate, splat16(clamped_alpha))));
+  return mul16(gated, add16(up, splat16(1.0f)));
+}
+
+static void glu(const Glu& unit, const float* gate, const float* up, float* out, int64_t n) {
   for (int64_t i = 0; i < n; i += 16) {
-    store16(out + i, mul16(silu16(load16(gate + i, n - i)), load16(up + i, n - i)), n - i);
+    const Vec16 g = load16(gate + i, n - i), u = load16(up + i, n - i);
+    Vec16 y;
+    if (unit.kind == GluKind::clamped_swiglu) {
+      y = clamped_swiglu16(g, u, unit.limit);
+    } else {
+      y = mul16(unit.kind == GluKind::geglu ? gelu16(g) : silu16(g), u);
+    }
+    store16(out + i, y, n - i);
   }
 }
 
@@ -128,15 +147,28 @@ static void mix_streams(const float* x, const float* gates, int64_t stride, int6
   }
 }
 
-static void combine(const float* routed, int64_t stride, const float* weights, int64_t k, const float* shared,
-                    const float* gate, float* out, int64_t n) {
+template <bool has_bias>
+static inline void combine(const float* routed, int64_t stride, const float* weights, int64_t k,
+                           const float* shared, const float* gate, const ExpertBias& bias, float* out,
+                           int64_t n) {
   const Vec16 shared_weight = gate == nullptr ? splat16(1.0f) : sigmoid16(splat16(*gate));
   for (int64_t i = 0; i < n; i += 16) {
     Vec16 sum = zero16();
     for (int64_t j = 0; j < k; j++) {
-      sum = fma16(splat16(weights[j]), load16(routed + j * stride + i, n - i), sum);
+      Vec16 y = load16(routed + j * stride + i, n - i);
+      if constexpr (has_bias) y = add16(y, load16(bias.values + bias.ids[j] * bias.stride + i, n - i));
+      sum = fma16(splat16(weights[j]), y, sum);
     }
     if (shared != nullptr) sum = fma16(shared_weight, load16(shared + i, n - i), sum);
     store16(out + i, sum, n - i);
   }
+}
+
+static void combine_experts(const float* routed, int64_t stride, const float* weights, int64_t k,
+                            const float* shared, const float* gate, const ExpertBias& bias, float* out,
+                            int64_t n) {
+  if (bias.values == nullptr)
+    combine<false>(routed, stride, weights, k, shared, gate, bias, out, n);
+  else
+    combine<true>(routed, stride, weights, k, shared, gate, bias, out, n);
 }

@@ -56,8 +56,8 @@ const char* parents_fault(const RowLayout& layout, int32_t first, int32_t end);
 
 std::unique_ptr<Op> make_add(const FloatKernels& kernels, InputRows x, InputRows y, OutputRows out,
                              int64_t size);
-std::unique_ptr<Op> make_swiglu(const FloatKernels& kernels, InputRows gate, InputRows up, OutputRows out,
-                                int64_t size);
+std::unique_ptr<Op> make_glu(const FloatKernels& kernels, const Glu& unit, InputRows gate, InputRows up,
+                             OutputRows out, int64_t size);
 std::unique_ptr<Op> make_rms_norm(const FloatKernels& kernels, InputRows x, const float* weight, float eps,
                                   OutputRows out, int64_t size);
 // C residual streams side by side, after an update, and the norm of each.
@@ -94,6 +94,8 @@ struct CombineArguments {
   InputRows weights;      // [T, K]
   InputRows shared;       // [T, E]; null without a shared expert
   InputRows shared_gate;  // [T, 1]; null for a shared expert of weight 1
+  const float* bias;      // [experts, E], of the routed ones; or null
+  const int32_t* ids;     // [T, K], contiguous; with a bias, of which each id is one
   OutputRows out;
 };
 std::unique_ptr<Op> make_combine_experts(const FloatKernels& kernels, const CombineArguments& arguments);

@@ -1,11 +1,11 @@
 // The entries of a tier's table, by the names that every tier gives its functions.
 // clang-format off
 .add = add,
-.swiglu = swiglu,
+.glu = glu,
 .rms_norm = rms_norm,
 .gated_rms_norm = gated_rms_norm,
 .l2_norm = l2_norm,
-.combine = combine,
+.combine = combine_experts,
 .inject = inject,
 .scaled_silu = scaled_silu,
 .mix_streams = mix_streams,

@@ -52,6 +52,27 @@ class BinaryOp : public Op {
   int64_t size_;
 };
 
+class GluOp : public Op {
+ public:
+  GluOp(const FloatKernels& kernels, const Glu& unit, InputRows gate, InputRows up, OutputRows out,
+        int64_t size)
+      : kernels_(kernels), unit_(unit), gate_(gate), up_(up), out_(out), size_(size) {}
+  const char* name() const override { return "glu"; }
+  bool runs_alone(int, int rows) const override { return rows * size_ <= small_work; }
+  void run(int, int rows, Worker& w) override {
+    for_each_piece(w, rows, size_, [&](int64_t row, int64_t begin, int64_t count) {
+      kernels_.glu(unit_, gate_.row(row) + begin, up_.row(row) + begin, out_.row(row) + begin, count);
+    });
+  }
+
+ private:
+  const FloatKernels& kernels_;
+  const Glu unit_;
+  InputRows gate_, up_;
+  OutputRows out_;
+  int64_t size_;
+};
+
 class RmsNormOp : public Op {
  public:
   RmsNormOp(const FloatKernels& kernels, InputRows x, const float* weight, float eps, OutputRows out,
@@ -190,12 +211,17 @@ class CombineOp : public Op {
     for_each_piece(w, rows, a_.size, [&](int64_t row, int64_t begin, int64_t count) {
       kernels_.combine(a_.routed + row * a_.row_stride + begin, a_.rank_stride, a_.weights.row(row),
                        a_.num_experts_per_tok, a_.shared.data ? a_.shared.row(row) + begin : nullptr,
-                       a_.shared_gate.data ? a_.shared_gate.row(row) : nullptr, a_.out.row(row) + begin,
-                       count);
+                       a_.shared_gate.data ? a_.shared_gate.row(row) : nullptr, bias_of(row, begin),
+                       a_.out.row(row) + begin, count);
     });
   }
 
  private:
+  ExpertBias bias_of(int64_t row, int64_t begin) const {
+    if (a_.bias == nullptr) return {};
+    return {a_.bias + begin, a_.size, a_.ids + row * a_.num_experts_per_tok};
+  }
+
   const FloatKernels& kernels_;
   CombineArguments a_;
 };
@@ -292,9 +318,9 @@ std::unique_ptr<Op> make_add(const FloatKernels& kernels, InputRows x, InputRows
   return std::make_unique<BinaryOp>("add", kernels.add, x, y, out, size);
 }
 
-std::unique_ptr<Op> make_swiglu(const FloatKernels& kernels, InputRows gate, InputRows up, OutputRows out,
-                                int64_t size) {
-  return std::make_unique<BinaryOp>("swiglu", kernels.swiglu, gate, up, out, size);
+std::unique_ptr<Op> make_glu(const FloatKernels& kernels, const Glu& unit, InputRows gate, InputRows up,
+                             OutputRows out, int64_t size) {
+  return std::make_unique<GluOp>(kernels, unit, gate, up, out, size);
 }
 
 std::unique_ptr<Op> make_rms_norm(const FloatKernels& kernels, InputRows x, const float* weight, float eps,

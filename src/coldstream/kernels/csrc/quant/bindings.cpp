@@ -1,6 +1,10 @@
 #include "bindings.h"
 
+#include <nanobind/stl/optional.h>
+
+#include <optional>
 #include <tuple>
+#include <utility>
 
 #include "quant/blocks.h"
 #include "quant/embed.h"
@@ -21,6 +25,7 @@ using Ids1d = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::
 using Ids2d = nb::ndarray<const int32_t, nb::ndim<2>, nb::device::cpu>;
 using Input2d = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
 using Array3d = nb::ndarray<float, nb::ndim<3>, nb::device::cpu>;
+using Biases = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using ArrayFlat = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
 
 [[noreturn]] void invalid(const std::string& message) { throw std::invalid_argument(message); }
@@ -180,8 +185,24 @@ void embed(Runtime& rt, const Weight& table, Ids1d token_ids, Array2d out) {
          rows, {keep(token_ids), keep(out)});
 }
 
+void make_glu(ExpertGlu* to, int kind, float limit, std::optional<Biases> gate, std::optional<Biases> up) {
+  if (kind < 0 || kind >= num_glu_kinds) invalid("unknown gated unit " + std::to_string(kind));
+  if (gate.has_value() != up.has_value()) invalid("gate and up have biases together");
+  new (to) ExpertGlu{{static_cast<GluKind>(kind), limit}};
+  if (!gate) return;
+  if (gate->shape(0) != up->shape(0) || gate->shape(1) != up->shape(1)) {
+    invalid("biases of gate and up have different shapes");
+  }
+  to->gate_bias = gate->data();
+  to->up_bias = up->data();
+  to->bias_shape[0] = static_cast<int64_t>(gate->shape(0));
+  to->bias_shape[1] = static_cast<int64_t>(gate->shape(1));
+  to->owner =
+      std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(keep(*gate), keep(*up));
+}
+
 RoutedExpertsArgs experts_args(const Input2d& x, const Ids2d& topk_ids, const Weight& gate, const Weight& up,
-                               const Weight& down, const Array3d& out) {
+                               const Weight& down, const ExpertGlu* glu, const Array3d& out) {
   const int rows = num_rows_of(x.shape(0));
   const int64_t ranks = static_cast<int64_t>(topk_ids.shape(1));
   if (gate.num_matrices != up.num_matrices || gate.num_matrices != down.num_matrices ||
@@ -190,6 +211,7 @@ RoutedExpertsArgs experts_args(const Input2d& x, const Ids2d& topk_ids, const We
             shape_text({up.num_matrices, up.num_rows, up.num_cols}) + " and down " +
             shape_text({down.num_matrices, down.num_rows, down.num_cols}) + " do not belong together");
   }
+  if (glu != nullptr && !glu->fits(gate)) invalid("biases must be [experts, rows of gate]");
   check_rows(x, "x", rows, gate.num_cols);
   check_rows(topk_ids, "topk_ids", rows, ranks);
   if (ranks < 1 || ranks > 1024 || gate.num_matrices > INT32_MAX / 2 || rows * ranks > INT32_MAX / 2) {
@@ -211,12 +233,13 @@ RoutedExpertsArgs experts_args(const Input2d& x, const Ids2d& topk_ids, const We
           down,
           out.data(),
           out.stride(0),
-          out.stride(1)};
+          out.stride(1),
+          glu == nullptr ? ExpertGlu{} : *glu};
 }
 
 void routed_experts(Runtime& rt, Input2d x, Ids2d topk_ids, const Weight& gate, const Weight& up,
-                    const Weight& down, Array3d out) {
-  RoutedExpertsArgs args = experts_args(x, topk_ids, gate, up, down, out);
+                    const Weight& down, Array3d out, const ExpertGlu* glu) {
+  RoutedExpertsArgs args = experts_args(x, topk_ids, gate, up, down, glu, out);
   for (const Weight* w : {&gate, &up, &down}) check_in_place(*w);
   const int rows = num_rows_of(x.shape(0));
   submit(rt, std::make_unique<RoutedExpertsOp>(quant_kernels_for(rt.active_tier()), std::move(args), rows),
@@ -239,8 +262,9 @@ void request_experts(Runtime& rt, std::shared_ptr<ExpertPool> pool, const Weight
 }
 
 void pooled_experts(Runtime& rt, std::shared_ptr<ExpertPool> pool, Input2d x, Ids2d topk_ids,
-                    const Weight& gate, const Weight& up, const Weight& down, Array3d out) {
-  RoutedExpertsArgs args = experts_args(x, topk_ids, gate, up, down, out);
+                    const Weight& gate, const Weight& up, const Weight& down, Array3d out,
+                    const ExpertGlu* glu) {
+  RoutedExpertsArgs args = experts_args(x, topk_ids, gate, up, down, glu, out);
   PooledLayer from = layer_of(pool, gate, topk_ids);
   if (pool->layer_of(up.addresses) != from.layer || pool->layer_of(down.addresses) != from.layer) {
     invalid("gate, up and down lie in different layers of the pool");
@@ -322,6 +346,12 @@ nb::list geometry() {
 
 void bind_quant(nb::module_& m) {
   bind_weight(m);
+  nb::class_<ExpertGlu>(m, "ExpertGlu", "How an expert's gate and up become one.")
+      .def("__init__", make_glu, "kind"_a = 0, "limit"_a = 0.0f,
+           nb::arg("gate_bias").noconvert().none() = nb::none(),
+           nb::arg("up_bias").noconvert().none() = nb::none(),
+           "kind: a number of `GATED_UNITS`; limit: of a clamped one. Biases float32 [experts, F], both or "
+           "neither, are added before. Raises ValueError for others.");
   m.def("quant_geometry", geometry, "(type id, name, elements per block, bytes per block) of every type.");
   m.def(
       "gather_grid",
@@ -339,17 +369,18 @@ void bind_quant(nb::module_& m) {
   m.def("embed", embed, "runtime"_a, "table"_a, nb::arg("token_ids").noconvert(), nb::arg("out").noconvert(),
         "Rows of the table by int32 token_ids [T] into out [T, E]. Raises ValueError for an id outside the "
         "table.");
-  m.def(
-      "routed_experts", routed_experts, "runtime"_a, nb::arg("x").noconvert(),
-      nb::arg("topk_ids").noconvert(), "gate"_a, "up"_a, "down"_a, nb::arg("out").noconvert(),
-      "down_e(silu(gate_e x) · up_e x) for int32 topk_ids [T, K] into out [T, K, E]. Rows of id -1 are left "
-      "as they are. Raises ValueError for any other id outside the experts.");
+  m.def("routed_experts", routed_experts, "runtime"_a, nb::arg("x").noconvert(),
+        nb::arg("topk_ids").noconvert(), "gate"_a, "up"_a, "down"_a, nb::arg("out").noconvert(),
+        "glu"_a.none() = nb::none(),
+        "down_e(glu(gate_e x, up_e x)) for int32 topk_ids [T, K] into out [T, K, E]. Rows of id -1 are left "
+        "as they are. Raises ValueError for any other id outside the experts.");
   m.def("request_experts", request_experts, "runtime"_a, "pool"_a, "gate"_a, nb::arg("topk_ids").noconvert(),
         "Begins to read the experts, int32 topk_ids [T, K], of gate's layer of the pool that are not in "
         "memory. Raises ValueError for an id outside the experts, ModelChangedError if the file cannot be "
         "read.");
   m.def("pooled_experts", pooled_experts, "runtime"_a, "pool"_a, nb::arg("x").noconvert(),
         nb::arg("topk_ids").noconvert(), "gate"_a, "up"_a, "down"_a, nb::arg("out").noconvert(),
+        "glu"_a.none() = nb::none(),
         "routed_experts of what request_experts was called for last, each expert as soon as it is there. "
         "Raises ModelChangedError if the file cannot be read.");
   m.def("quantize_activations", quantize_activations, "runtime"_a, nb::arg("x").noconvert(),

@@ -116,7 +116,8 @@ void DecodeExpertsOp::gate_up(int rows, Worker& w) const {
     last.multiply(slice_of(args_.gate, pairs->expert, rows.begin, rows.end), x, gate, next.count, memory);
     last.multiply(slice_of(args_.up, pairs->expert, rows.begin, rows.end), x, up, next.count, memory);
     for (int r = 0; r < next.count; r++) {
-      kernels_.swiglu(gate[r], up[r], rows.end - rows.begin, hidden + (next.first + r) * size + rows.begin);
+      args_.glu.apply(kernels_, pairs->expert * size + rows.begin, rows.end - rows.begin, gate[r], up[r],
+                      hidden + (next.first + r) * size + rows.begin);
     }
   });
 }

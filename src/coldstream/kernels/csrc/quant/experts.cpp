@@ -254,7 +254,8 @@ void RoutedExpertsOp::gate_up_slice(const Job& j, int64_t begin, int64_t end, Wo
   multiply_x(args_.up, up);
   auto* hidden = at<float>(w, layout_.hidden);
   for (int r = 0; r < j.count; r++) {
-    kernels_.swiglu(gate[r], up[r], end - begin, hidden + (j.first_pair + r) * args_.gate.num_rows + begin);
+    args_.glu.apply(kernels_, j.expert * args_.gate.num_rows + begin, end - begin, gate[r], up[r],
+                    hidden + (j.first_pair + r) * args_.gate.num_rows + begin);
   }
 }
 

@@ -1,9 +1,11 @@
-// The routed experts of a batch: down_e(silu(gate_e x) · up_e x) for each (token, expert) pair, kept apart.
+// The routed experts of a batch: down_e(glu(gate_e x, up_e x)) for each (token, expert) pair, kept apart.
 //
 // Pairs are sorted by expert, so that an expert's weights are read once for all of its rows. The rows of one
 // expert are split into jobs of at most 128 rows, a job into tiles of 16; tasks are (job, slice of weight
 // rows).
 #pragma once
+
+#include <memory>
 
 #include "quant/linear.h"
 
@@ -11,6 +13,29 @@ namespace coldstream {
 
 // The id of a pair that is computed elsewhere: its row of the output is not written.
 inline constexpr int32_t not_here = -1;
+
+// How an expert's gate and up become one: biases [experts, gate.num_rows] are added first, if there are any.
+struct ExpertGlu {
+  Glu unit;
+  const float* gate_bias = nullptr;
+  const float* up_bias = nullptr;
+  int64_t bias_shape[2] = {};        // of each
+  std::shared_ptr<void> owner = {};  // of the biases
+
+  bool fits(const Weight& gate) const {
+    return gate_bias == nullptr || (bias_shape[0] == gate.num_matrices && bias_shape[1] == gate.num_rows);
+  }
+
+  // Of `count` values from number `first` of the biases on; changes gate and up.
+  void apply(const QuantKernels& kernels, int64_t first, int64_t count, float* gate, float* up,
+             float* out) const {
+    if (gate_bias != nullptr) {
+      for (int64_t i = 0; i < count; i++) gate[i] += gate_bias[first + i];
+      for (int64_t i = 0; i < count; i++) up[i] += up_bias[first + i];
+    }
+    kernels.glu(unit, gate, up, count, out);
+  }
+};
 
 struct RoutedExpertsArgs {
   FloatRowsIn x;
@@ -20,6 +45,7 @@ struct RoutedExpertsArgs {
   Weight gate, up, down;
   float* out;  // [rows, num_experts_per_tok, down.num_rows]
   int64_t out_row_stride, out_rank_stride;
+  ExpertGlu glu;
 };
 
 class RoutedExpertsOp : public Op {

@@ -222,7 +222,7 @@ constexpr QuantKernels kernels_256() {
       .pack = pack_avx2,
       .float_product = float_product_avx2,
       .dequantize_row = dequantize_row_avx2,
-      .swiglu = swiglu_avx2,
+      .glu = glu_avx2,
   };
 }
 

@@ -246,7 +246,7 @@ constinit const QuantKernels quant_kernels_amx = {
     .pack = pack_avx512,
     .float_product = float_product_avx512,
     .dequantize_row = dequantize_row_avx512,
-    .swiglu = swiglu_avx512,
+    .glu = glu_avx512,
 };
 
 }  // namespace coldstream

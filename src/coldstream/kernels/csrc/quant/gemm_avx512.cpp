@@ -274,7 +274,7 @@ constinit const QuantKernels quant_kernels_avx512 = {
     .pack = pack_vnni,
     .float_product = float_product_avx512,
     .dequantize_row = dequantize_row_avx512,
-    .swiglu = swiglu_avx512,
+    .glu = glu_avx512,
 };
 
 }  // namespace coldstream

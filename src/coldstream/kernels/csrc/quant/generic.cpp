@@ -160,7 +160,7 @@ constinit const QuantKernels quant_kernels_generic = {
     .pack = nullptr,
     .float_product = float_product,
     .dequantize_row = dequantize_row_generic,
-    .swiglu = swiglu,
+    .glu = glu,
 };
 
 }  // namespace coldstream

@@ -52,8 +52,7 @@ struct QuantKernels {
   void (*float_product)(const float* w, int64_t stride, int64_t count, int64_t cols, const float* const* x,
                         int num_rows, float* const* out);
   void (*dequantize_row)(QuantType type, const uint8_t* data, int64_t cols, float* out);
-  // out[i] = silu(gate[i]) * up[i]
-  void (*swiglu)(const float* gate, const float* up, int64_t count, float* out);
+  void (*glu)(const Glu& unit, const float* gate, const float* up, int64_t count, float* out);
 };
 
 extern const QuantKernels quant_kernels_generic;

@@ -8,5 +8,5 @@
 .pack = pack_neon,
 .float_product = float_product_neon,
 .dequantize_row = dequantize_row_neon,
-.swiglu = swiglu_neon,
+.glu = glu_neon,
     // clang-format on

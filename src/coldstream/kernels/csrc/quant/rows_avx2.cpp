@@ -65,8 +65,8 @@ void float_product_avx2(const float* w, int64_t stride, int64_t count, int64_t c
   float_product<LanesAvx2>(w, stride, count, cols, x, num_rows, out);
 }
 
-void swiglu_avx2(const float* gate, const float* up, int64_t count, float* out) {
-  swiglu(gate, up, count, out);
+void glu_avx2(const Glu& unit, const float* gate, const float* up, int64_t count, float* out) {
+  glu(unit, gate, up, count, out);
 }
 
 }  // namespace coldstream

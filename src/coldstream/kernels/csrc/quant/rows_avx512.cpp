@@ -199,8 +199,8 @@ void float_product_avx512(const float* w, int64_t stride, int64_t count, int64_t
   }
 }
 
-void swiglu_avx512(const float* gate, const float* up, int64_t count, float* out) {
-  swiglu(gate, up, count, out);
+void glu_avx512(const Glu& unit, const float* gate, const float* up, int64_t count, float* out) {
+  glu(unit, gate, up, count, out);
 }
 
 }  // namespace coldstream

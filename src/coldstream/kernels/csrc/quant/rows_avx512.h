@@ -12,6 +12,6 @@ void pack_avx512(const ActivationRow* x, int num_rows, int64_t cols, ActivationT
 void pack_vnni(const ActivationRow* x, int num_rows, int64_t cols, ActivationTile* out);
 void float_product_avx512(const float* w, int64_t stride, int64_t count, int64_t cols, const float* const* x,
                           int num_rows, float* const* out);
-void swiglu_avx512(const float* gate, const float* up, int64_t count, float* out);
+void glu_avx512(const Glu& unit, const float* gate, const float* up, int64_t count, float* out);
 
 }  // namespace coldstream

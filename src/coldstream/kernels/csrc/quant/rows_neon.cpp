@@ -58,8 +58,8 @@ void float_product_neon(const float* w, int64_t stride, int64_t count, int64_t c
   float_product<LanesNeon>(w, stride, count, cols, x, num_rows, out);
 }
 
-void swiglu_neon(const float* gate, const float* up, int64_t count, float* out) {
-  swiglu(gate, up, count, out);
+void glu_neon(const Glu& unit, const float* gate, const float* up, int64_t count, float* out) {
+  glu(unit, gate, up, count, out);
 }
 
 }  // namespace coldstream

@@ -9,6 +9,6 @@ void quantize_row_neon(const float* x, int64_t cols, ActivationRow out);
 void pack_neon(const ActivationRow* x, int num_rows, int64_t cols, ActivationTile* out);
 void float_product_neon(const float* w, int64_t stride, int64_t count, int64_t cols, const float* const* x,
                         int num_rows, float* const* out);
-void swiglu_neon(const float* gate, const float* up, int64_t count, float* out);
+void glu_neon(const Glu& unit, const float* gate, const float* up, int64_t count, float* out);
 
 }  // namespace coldstream
