@@ -1,13 +1,17 @@
 """The router on the GPU, in one launch and from given logits, against the exact reference."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cuda_row_cases import CUDA, ROW_COUNTS, check_compiles, for_each_architecture, random, rows_apart
 from guarded import Guarded
+from router_cases import PUBLISHED, logits_of, rule_of
 from same_bits import assert_same_bits
 
 from coldstream.kernels.arithmetic.reference import dot_lanes
-from coldstream.kernels.router.cuda import PROGRAM, RouterBuffers, router_choose_cuda, router_gemv_cuda
+from coldstream.kernels.ops import ChoiceRule
+from coldstream.kernels.router.cuda import PROGRAM, Ahead, RouterBuffers, router_choose_cuda, router_gemv_cuda
 from coldstream.kernels.router.reference import choose_experts_exact
 
 
@@ -139,3 +143,61 @@ def test_more_than_it_can_do_is_refused() -> None:
         router_choose_cuda(torch.zeros(1, 256, device=CUDA), ids, weights)
     with pytest.raises(ValueError, match="1025 experts"):
         router_choose_cuda(torch.zeros(1, 1025, device=CUDA), ids[:, :1], weights[:, :1])
+
+
+def rule_on_gpu(rule: ChoiceRule) -> ChoiceRule:
+    names = ("bias", "selection_bias", "expert_scale")
+    vectors = {name: getattr(rule, name) for name in names if getattr(rule, name) is not None}
+    return replace(rule, **{name: vector.to(CUDA) for name, vector in vectors.items()})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["any", "ties", "near", "wide", "huge", "negative", "equal"])
+@pytest.mark.parametrize(("experts", "ranks"), [(64, 6), (256, 8), (512, 16), (1024, 16)])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_rule_from_logits(name: str, experts: int, ranks: int, kind: str) -> None:
+    generator = torch.Generator().manual_seed(experts)
+    logits = logits_of(kind, 100, experts, generator)
+    rule = rule_of(PUBLISHED[name], experts, generator, disabled=0.2)
+    ids, weights = choose_experts_exact(logits, ranks, rule)
+    out_ids, out_weights = (
+        Guarded(100, ranks, dtype=torch.int32, device=CUDA),
+        Guarded(100, ranks, device=CUDA),
+    )
+    router_choose_cuda(logits.to(CUDA), out_ids.tensor, out_weights.tensor, rule=rule_on_gpu(rule))
+    assert_same_bits(out_ids.checked(), ids)
+    assert_same_bits(out_weights.checked(), weights)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_rule_in_one_launch(name: str, tokens: int) -> None:
+    """Beside a guess at a later layer's choice, twice with one counter of arrivals."""
+    experts, cols, ranks = 256, 2048, 8
+    generator = torch.Generator().manual_seed(tokens)
+    x = random(tokens, tokens, cols)
+    matrices = [random(seed, experts, cols, scale=cols**-0.5) for seed in (1, 2)]
+    rules = [rule_of(PUBLISHED[name], experts, generator) for _ in matrices]
+    arrivals = torch.zeros(1, dtype=torch.int32, device=CUDA)
+    on_gpu = [each.to(CUDA) for each in matrices]
+    for _ in range(2):
+        outs = [
+            (
+                Guarded(tokens, ranks, dtype=torch.int32, device=CUDA),
+                Guarded(tokens, ranks, device=CUDA),
+                Guarded(tokens, experts, device=CUDA),
+            )
+            for _ in matrices
+        ]
+        (ids, weights, logits), (guess, guessed_weights, guessed_logits) = (
+            tuple(out.tensor for out in each) for each in outs
+        )
+        ahead = Ahead(on_gpu[1], guess, guessed_logits, guessed_weights, rule=rule_on_gpu(rules[1]))
+        buffers = RouterBuffers(ids, weights, None, logits, arrivals)
+        router_gemv_cuda(x.to(CUDA), on_gpu[0], None, buffers, None, ahead, rule=rule_on_gpu(rules[0]))
+        for (found_ids, found, _), matrix, rule in zip(outs, matrices, rules, strict=True):
+            expected_ids, expected = choose_experts_exact(dot_lanes(x, matrix), ranks, rule)
+            assert_same_bits(found_ids.checked(), expected_ids)
+            assert_same_bits(found.checked(), expected)
+        assert arrivals.item() == 0

@@ -121,7 +121,7 @@ def path_of_experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
     [(0.0, 0.0, None), (0.0, 1.0, None), (0.5, 0.5, None), (0.25, 0.0, Prefetching(1, 4))],
     ids=str,
 )
-@pytest.mark.parametrize("path_of_experts", ["qwen35moe", "qwen3moe", "qwen3next"], indirect=True)
+@pytest.mark.parametrize("path_of_experts", ["qwen35moe", "qwen3moe", "qwen3next", "laguna"], indirect=True)
 def test_wherever_experts_are(
     path_of_experts: Path, share: float, streamed: float, prefetching: Prefetching | None
 ) -> None:

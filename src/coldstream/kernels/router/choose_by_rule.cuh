@@ -6,6 +6,16 @@
 
 namespace coldstream {
 
+// Has the vectors of a rule near when the choice reads them, by one block.
+__device__ __forceinline__ void bring_rule_near(const ChoiceRule& rule, int num_experts) {
+  constexpr int per_line = 128 / sizeof(float);
+  const int first = threadIdx.x * per_line;
+  if (first >= num_experts) return;
+  if (rule.bias) bring_near(rule.bias + first);
+  if (rule.selection_bias) bring_near(rule.selection_bias + first);
+  if (rule.expert_scale) bring_near(rule.expert_scale + first);
+}
+
 // Rises with x, equal for −0 and 0; a NaN is above every number, and 0 is below every one.
 __device__ __forceinline__ uint32_t ordered(float x) {
   const uint32_t bits = __float_as_uint(x + 0.0f);
@@ -137,20 +147,19 @@ __device__ __forceinline__ int choose_by_rule(const ChoiceRule& rule, const floa
                                               uint64_t* scratch, const Choice& out) {
   const int lane = threadIdx.x % warp_size;
   float* floats = reinterpret_cast<float*>(scratch);
-  float values[per_lane], scores[per_lane];
+  float values[per_lane], biases[per_lane], scores[per_lane];
   load_logits(logits, num_experts, values);
 #pragma unroll
   for (int i = 0; i < per_lane; i++) {
     const int id = i * warp_size + lane;
+    // Loaded here, so that nothing waits for it behind the gate. A sum with 0 has the same place in the
+    // order.
+    biases[i] = rule.selection_bias && id < num_experts ? rule.selection_bias[id] : 0.0f;
     if (rule.bias && id < num_experts) values[i] = values[i] + rule.bias[id];
   }
   gate(rule.gating, num_experts, floats, values);
 #pragma unroll
-  for (int i = 0; i < per_lane; i++) {
-    const int id = i * warp_size + lane;
-    scores[i] = values[i];
-    if (rule.selection_bias && id < num_experts) scores[i] = scores[i] + rule.selection_bias[id];
-  }
+  for (int i = 0; i < per_lane; i++) scores[i] = values[i] + biases[i];
   if (rule.num_groups > 1) keep_best_groups(rule, num_experts, floats, scores);
   __syncwarp();
   const int num_candidates = list_candidates(scores, num_experts, out.count, scratch);

@@ -58,12 +58,13 @@ __device__ __forceinline__ void stage_norms(const Norming& from, int num_tokens,
     float* row = rows + t * stride;
     const Eight w = i == warp ? first_weights : load_eight<true>(norm.weight, group, norm.cols);
     const Eight x = load_eight<true>(row, group, norm.cols);
+    const float scale = scales[t];
     float y[8];
     if (has_rule && from.is_unweighted) {
-      scale_eight(x, scales[t], ones, y);
+      scale_eight(x, scale, ones, y);
       store_eight<true>(row, group, norm.cols, y);
     }
-    scale_eight(x, scales[t], w, y);
+    scale_eight(x, scale, w, y);
     if (!has_rule || !from.is_unweighted) store_eight<true>(row, group, norm.cols, y);
     if (!writes_token(t)) continue;
     store_eight<true>(from.out.y + int64_t(t) * norm.cols, group, norm.cols, y);

@@ -164,6 +164,10 @@ __global__ void __launch_bounds__(block_threads)
                 const __grid_constant__ Norming norming, const __grid_constant__ ChoiceRule rule) {
   release_next_grid();
   if (blockIdx.x == 0) bring_slots_near(sharing, ahead.hints, weights.num_experts);
+  if constexpr (has_rule) {
+    if (blockIdx.x == 0) bring_rule_near(rule, weights.num_experts);
+    if (blockIdx.x == 0 && ahead.experts) bring_rule_near(ahead.rule, weights.num_experts);
+  }
   const bool keeps_time = sharing.stamps && blockIdx.x == 0 && threadIdx.x == 0;
   uint64_t* begins = keeps_time ? &sharing.stamps->router.begins : nullptr;
   const float product =
