@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from cuda_row_cases import CUDA
+from glu_cases import EXACT, UNITS, Types, random_experts, random_ids, stacks_of
 from gpu_cases import on_gpu
 from random_blocks import activations, random_weight
 from same_bits import assert_same_bits
@@ -21,7 +23,7 @@ from coldstream.kernels.experts.reference import routed_experts
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.integer_types import INTEGER_TYPES
 from coldstream.kernels.linear.reference import linear_exact
-from coldstream.kernels.ops import ExpertWeights, Routing
+from coldstream.kernels.ops import Activation, ExpertBiases, ExpertWeights, Routing
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.swiglu.cuda import PROGRAM as SWIGLU
@@ -91,6 +93,33 @@ def test_experts(quant_type: QuantType, tokens: int) -> None:
     hidden = swiglu_exact(linear_exact(x, gate), linear_exact(x, up))
     assert_same_bits(tensor_of(outputs.shared), linear_exact(hidden, down))
     del kept
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("activation", "has_biases"), UNITS, ids=str)
+@pytest.mark.parametrize("tokens", [1, 5, 11, 100])
+@pytest.mark.parametrize("types", [(QuantType.Q4_K,) * 3, (QuantType.MXFP4,) * 3], ids=str)
+def test_experts_of_every_gated_unit(
+    types: Types, tokens: int, activation: Activation, *, has_biases: bool
+) -> None:
+    """Products, and their sum with the biases of down; of MXFP4 in rows that are no multiple of 256."""
+    ops, sizes = device_ops(), (6, 512, 256) if QuantType.Q4_K in types else (6, 320, 192)
+    defined = random_experts(types, sizes, activation, has_biases=has_biases)
+    tables, _kept = zip(*map(stack_on_gpu, stacks_of(defined)), strict=True)
+    weights = ExpertWeights(*tables, activation=activation)
+    if defined.biases is not None:
+        gate, up, down = (
+            bias.to(CUDA) for bias in (defined.biases.gate, defined.biases.up, defined.biases.down)
+        )
+        weights = replace(weights, biases=ExpertBiases(gate, up, down, defined.biases.on_host))
+    x, ids = activations(tokens, tokens, sizes[1]), random_ids(tokens, RANKS, sizes[0], seed=tokens)
+    shares = torch.full((tokens, RANKS), 0.5)
+    outputs = ops.experts(on_device(ops, x), Routing(ids.to(CUDA), shares.to(CUDA), None), weights)
+    expected = EXACT.experts(x, Routing(ids, shares, None), defined)
+    assert_same_bits(tensor_of(outputs.routed), expected.routed)
+    norm = torch.ones(sizes[1])
+    total, _ = ops.add_norm(x.to(CUDA), outputs, norm.to(CUDA), 1e-6)
+    assert_same_bits(tensor_of(total), EXACT.add_norm(x, expected, norm, 1e-6)[0])
 
 
 def test_operations_that_outlive_the_interpreter_keep_no_runtime_of_the_cpu() -> None:
