@@ -31,6 +31,7 @@ DEFINITIONS = frozenset(
         "gated_delta_net.batch",
         "gated_delta_net.exact",
         "gated_delta_net.reference",
+        "hyper_connections.reference",
         "linear.reference",
         "reference_ops",
         "rms_norm.reference",
