@@ -30,11 +30,12 @@ __device__ __forceinline__ void gate(int gating, int num_experts, float* scratch
     const float sum = exponentials(num_experts, scratch, values);
 #pragma unroll
     for (int i = 0; i < per_lane; i++) values[i] = values[i] / sum;
-  } else if (gating != softmax_of_chosen) {
+  } else if (gating == sigmoid) {
 #pragma unroll
-    for (int i = 0; i < per_lane; i++) {
-      values[i] = gating == sigmoid ? exact_sigmoid(values[i]) : sqrtf(exact_softplus(values[i]));
-    }
+    for (int i = 0; i < per_lane; i++) values[i] = exact_sigmoid(values[i]);
+  } else if (gating == root_of_softplus) {
+#pragma unroll
+    for (int i = 0; i < per_lane; i++) values[i] = sqrtf(exact_softplus(values[i]));
   }
 }
 
