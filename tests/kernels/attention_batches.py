@@ -126,6 +126,7 @@ class Kind:
     v_norm: bool = False
     scale: float | None = None
     has_sinks: bool = False
+    has_biases: bool = False  # not with gates of kind "query"
 
 
 USUAL = Kind()
@@ -139,7 +140,8 @@ def some_kinds() -> st.SearchStrategy[Kind]:
         v_norm=st.booleans(),
         scale=st.sampled_from([None, 1.0, 0.3]),
         has_sinks=st.booleans(),
-    )
+        has_biases=st.booleans(),
+    ).map(lambda kind: replace(kind, has_biases=kind.has_biases and kind.output_gate != "query"))
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,8 @@ class BatchCase:
         if not kind.has_norms:
             norms = [None, None]
         sinks = 3 * torch.randn(self.heads[0], generator=generator) + 2 if kind.has_sinks else None
+        widths = [count * self.heads[2] for count in (self.heads[0], self.heads[1], self.heads[1])]
+        biases = [torch.randn(width, generator=generator) if kind.has_biases else None for width in widths]
         return AttentionHeads(
             *norms,
             1e-6,
@@ -193,6 +197,9 @@ class BatchCase:
             self.window,
             scale=kind.scale,
             v_norm=kind.v_norm,
+            q_bias=biases[0],
+            k_bias=biases[1],
+            v_bias=biases[2],
             sinks=sinks,
         )
 

@@ -28,6 +28,10 @@ def plain_attention(case: BatchCase) -> torch.Tensor:
     if gate_kind == "query":
         query, gate = query[..., :head_dim], query[..., head_dim:]
     key, value = (x.double().view(num_rows, num_kv_heads, head_dim) for x in (inputs.key, inputs.value))
+    if case.kind.has_biases:
+        query = query + heads.q_bias.double().view(num_heads, head_dim)
+        key = key + heads.k_bias.double().view(num_kv_heads, head_dim)
+        value = value + heads.v_bias.double().view(num_kv_heads, head_dim)
     if case.kind.has_norms:
         query, key = normed(query, heads.q_norm), normed(key, heads.k_norm)
     value = normed(value, None) if case.kind.v_norm else value

@@ -135,6 +135,18 @@ def test_attention_joins_its_projections(output_gate: OutputGate, window: int | 
     torch.testing.assert_close(caches[1], (x @ v.T).reshape(1, 5, G, D))
 
 
+def test_the_output_of_attention_may_have_a_bias() -> None:
+    q, k, v, out, x, bias = matrices((H * D, E), (G * D, E), (G * D, E), (E, H * D), (5, E), (E,))
+    heads = AttentionHeads(torch.ones(D), torch.ones(D), 1e-6, "none")
+    ops, angles = ReferenceOps(), torch.stack((torch.ones(5, 1), torch.zeros(5, 1)), dim=-1)
+    plain = AttentionWeights(q, k, v, out, heads, RopeSpec(2, 1e4))
+    found = []
+    for weights in (plain, replace(plain, output_bias=bias)):
+        caches = Caches(*(torch.full((1, 5, G, D), torch.nan) for _ in "kv"))
+        found.append(attention(ops, project_attention(ops, x, weights, angles), weights, caches, rows_of(5)))
+    torch.testing.assert_close(found[1], found[0] + bias)
+
+
 def test_values_without_a_projection_are_the_raw_keys() -> None:
     q, k, out, x = matrices((H * D, E), (G * D, E), (E, H * D), (5, E))
     heads = AttentionHeads(torch.ones(D), torch.ones(D), 1e-6, "none")

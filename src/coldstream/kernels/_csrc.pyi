@@ -281,6 +281,11 @@ def dequantize(runtime: Runtime, weight: Weight, out: Annotated[NDArray[numpy.fl
 def add(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], y: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
     """out = x + y, all float32 [T, E]. `out` may be x or y."""
 
+def add_bias(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], bias: Annotated[NDArray[numpy.float32], dict(shape=(None,), device='cpu')], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
+    """
+    out = x + bias in each row; x and out float32 [T, E], bias [E]. `out` may be x.
+    """
+
 def glu(runtime: Runtime, gate: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], up: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], kind: int = 0, limit: float = 0.0) -> None:
     """
     out = glu(gate, up), all float32 [T, F]. `out` may be gate or up. kind: a number of `GATED_UNITS`.

@@ -75,6 +75,10 @@ class ComposedOps(ABC):
         """See `Ops`."""
 
     @abstractmethod
+    def add_bias(self, x: Array, bias: Array) -> Array:
+        """See `Ops`."""
+
+    @abstractmethod
     def add(self, x: Array, y: Array) -> Array:
         """x + y."""
 

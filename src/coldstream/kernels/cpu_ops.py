@@ -208,6 +208,10 @@ class CpuOps(ComposedOps):
         _csrc.linear(self._runtime, x, list(weights), outs)
         return tuple(outs)
 
+    def add_bias(self, x: Array, bias: Array) -> Array:
+        _csrc.add_bias(self._runtime, x, bias, x)
+        return x
+
     def add(self, x: Array, y: Array) -> Array:
         out = self._empty(*x.shape)
         _csrc.add(self._runtime, x, y, out)

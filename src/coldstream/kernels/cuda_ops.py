@@ -48,6 +48,7 @@ from coldstream.kernels.gated_delta_net.cuda import (
     delta_net_replay_cuda,
 )
 from coldstream.kernels.hyper_connections.cuda import inject_norm_cuda, mix_streams_cuda, scaled_silu_cuda
+from coldstream.kernels.linear.add_bias import add_bias_cuda
 from coldstream.kernels.ops import (
     AttentionHeads,
     AttentionInputs,
@@ -188,6 +189,10 @@ class CudaOps(CudaProducts):
         out = self.activations(normed.shape[0], normed.shape[1] // num_streams)
         self.launch(mix_streams_cuda, normed.values, gates, out.values, out.quantised)
         return out
+
+    def add_bias(self, x: DeviceArray, bias: DeviceArray) -> DeviceArray:
+        self.launch(add_bias_cuda, x, bias)
+        return x
 
     def rope_angles(self, positions: DeviceArray, rope: RopeSpec) -> DeviceArray:
         if rope not in self._rope_tables:

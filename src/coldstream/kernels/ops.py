@@ -159,6 +159,9 @@ class AttentionHeads:
     window: int | None = None  # positions that a row attends to at most, its own included; None: all
     scale: float | None = None  # of scores; None: 1 / sqrt(D)
     v_norm: bool = False  # whether each head of the values is RMS-normed, without a weight
+    q_bias: Array = None  # [H·D], added to queries before norms; None with the other two: no biases
+    k_bias: Array = None  # [G·D]
+    v_bias: Array = None  # [G·D]
     sinks: Array = None  # [H], a logit of each head in its softmax, to which no value belongs; None: none
 
 
@@ -396,6 +399,9 @@ class Ops(Protocol):
 
     def linear(self, x: Array, weights: Sequence[Weight]) -> tuple[Array, ...]:
         """x [T, in] times each of `weights` [out, in], one [T, out] per weight; x is quantised once."""
+
+    def add_bias(self, x: Array, bias: Array) -> Array:
+        """Each row of x [T, out] plus `bias` [out]. x is not read again: the sum may take its place."""
 
     def add_norm(
         self,

@@ -125,6 +125,9 @@ class ReferenceOps(ComposedOps):
     def linear(self, x: torch.Tensor, weights: Sequence[Weight]) -> tuple[torch.Tensor, ...]:
         return tuple(self._multiply(x, weight) for weight in weights)
 
+    def add_bias(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return x + bias
+
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x + y
 

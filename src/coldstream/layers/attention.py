@@ -28,6 +28,7 @@ class AttentionWeights:
     heads: AttentionHeads
     rope: RopeSpec
     attn_gate: Weight = None  # [H, E] of kind "head", [H · D, E] of kind "element", else None
+    output_bias: Array = None  # [E]; None: none is added
 
 
 def project_attention(ops: Ops, x: Array, weights: AttentionWeights, angles: Array) -> AttentionInputs:
@@ -43,4 +44,5 @@ def attention(
 ) -> Array:
     """→ [T, E]. Writes the caches at `rows`; see `Ops.attention`."""
     mixed = ops.attention(inputs, weights.heads, caches, rows)
-    return ops.linear(mixed, (weights.attn_output,))[0]
+    (output,) = ops.linear(mixed, (weights.attn_output,))
+    return output if weights.output_bias is None else ops.add_bias(output, weights.output_bias)

@@ -149,11 +149,15 @@ class Loader:
             sizes=tuple(sizes.values()),
         )
         has_norms = spec.qk_norm == "head"
+        q_bias, k_bias, v_bias = (
+            None if spec.bias == "none" else self.vector(f"{prefix}attn_{name}.bias") for name in "qkv"
+        )
         return AttentionWeights(
             attn_q=attn_q,
             attn_k=attn_k,
             attn_v=None if spec.values_are_keys else attn_v[0],
             attn_output=self.weight(f"{prefix}attn_output"),
+            output_bias=self.vector(f"{prefix}attn_output.bias") if spec.bias == "all" else None,
             attn_gate=self.weight(f"{prefix}attn_gate") if spec.gate_rows else None,
             heads=AttentionHeads(
                 q_norm=self.vector(f"{prefix}attn_q_norm.weight") if has_norms else None,
@@ -163,6 +167,9 @@ class Loader:
                 window=spec.window,
                 scale=spec.scale,
                 v_norm=spec.v_norm,
+                q_bias=q_bias,
+                k_bias=k_bias,
+                v_bias=v_bias,
                 sinks=self.vector(f"{prefix}attn_sinks.weight") if spec.sinks else None,
             ),
             rope=spec.rope,

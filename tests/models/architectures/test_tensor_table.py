@@ -12,7 +12,14 @@ from coldstream.errors import InconsistentError, ModelFormatError, UnsupportedEr
 from coldstream.gguf import GGUFFile, QuantType
 from coldstream.kernels.ops import OutputGate, RopeSpec
 from coldstream.models import ModelSpec, block_tensors, global_tensors, read_spec, validate_tensors
-from coldstream.models.spec.layer_specs import AttentionSpec, DeltaNetSpec, DenseFfnSpec, LayerSpec, MoeSpec
+from coldstream.models.spec.layer_specs import (
+    AttentionSpec,
+    DeltaNetSpec,
+    DenseFfnSpec,
+    LayerSpec,
+    MoeSpec,
+    ProjectionBias,
+)
 from coldstream.models.spec.layer_tensors import attention_tensors
 
 LoadSpec = Callable[[TinyModel], ModelSpec]
@@ -106,6 +113,22 @@ def test_gates_of_attention_have_rows_or_a_tensor(
     shapes = {name: shape for group in attention_tensors(spec, 64) for name, (shape,) in group[0].items()}
     assert shapes["attn_q.weight"] == (query_rows, 64)
     assert shapes.get("attn_gate.weight") == (None if gate_rows is None else (gate_rows, 64))
+
+
+@pytest.mark.parametrize(
+    ("bias", "names"),
+    [
+        ("none", set()),
+        ("qkv", {"attn_q.bias", "attn_k.bias", "attn_v.bias"}),
+        ("all", {"attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias"}),
+    ],
+)
+def test_projections_of_attention_may_have_biases(bias: ProjectionBias, names: set[str]) -> None:
+    spec = AttentionSpec(6, 2, 16, RopeSpec(16, 1e4), bias=bias, sinks=True)
+    shapes = {name: shape for group in attention_tensors(spec, 64) for name, (shape,) in group[0].items()}
+    assert {name for name in shapes if name.endswith(".bias")} == names
+    assert all(shapes[name] == ((32 if name[5] in "kv" else 96 if name[5] == "q" else 64),) for name in names)
+    assert shapes["attn_sinks.weight"] == (6,)
 
 
 def test_attention_may_lack_norms_and_a_projection_of_values() -> None:

@@ -30,7 +30,7 @@ Opened = tuple[ModelSpec, Hyperparameters]
 # Every field that is a choice and not a size, with a value that no kernel computes.
 CHOICES: list[tuple[type, dict[str, Any], str]] = [
     (AttentionSpec, {"qk_norm": "projection"}, "q/k norm projection, supported: none, or a norm of each"),
-    (AttentionSpec, {"bias": True}, "bias True"),
+    (AttentionSpec, {"bias": "all"}, "bias all, supported: none beside gates in the projection of queries"),
     (AttentionSpec, {"causal": False}, "causal False, supported: causal attention"),
     (MoeSpec, {"bias": True}, "expert bias True, supported: biases before another unit than SwiGLU"),
     (MoeSpec, {"bias": True, "activation": Activation("geglu")}, "expert bias True"),
@@ -41,6 +41,7 @@ COMPUTED: list[tuple[type, dict[str, Any]]] = [
     (AttentionSpec, {"qk_norm": "none"}),
     (AttentionSpec, {"scale": 0.5}),
     (AttentionSpec, {"v_norm": True}),
+    (AttentionSpec, {"bias": "all", "output_gate": "none"}),
     (AttentionSpec, {"sinks": True}),
     (AttentionSpec, {"values_are_keys": True}),
     *((AttentionSpec, {"output_gate": gate}) for gate in ("none", "head", "element")),

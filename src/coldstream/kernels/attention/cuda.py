@@ -171,6 +171,9 @@ class IntegerKernels:
             eps=heads.eps,
             query_scale=query_scale(shape, heads),
         )
+        if heads.q_bias is not None:
+            arguments.q_bias, arguments.k_bias = heads.q_bias.data_ptr(), heads.k_bias.data_ptr()
+            arguments.v_bias = heads.v_bias.data_ptr()
         if heads.q_norm is not None:
             arguments.q_norm, arguments.k_norm = heads.q_norm.data_ptr(), heads.k_norm.data_ptr()
         blocks = -(-(shape.num_heads + 2 * shape.num_kv_heads) // PREPARE_HEADS)

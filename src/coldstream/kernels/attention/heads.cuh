@@ -26,11 +26,17 @@ struct NewHead {
   }
 };
 
-// x · (1 / rms) · weight into shared memory: one of the sixteen accumulators a lane. weight: null for ones.
-// Without a norm x stays as it is.
+// What is done with a head before its rotation.
+struct NewNorm {
+  const float* bias;  // added first; null for none
+  bool has_norm;
+  const float* weight;  // of the norm; null for ones
+  float eps;
+};
+
+// (x + bias) · (1 / rms) · weight into shared memory: one of the sixteen accumulators a lane.
 template <int head_dim>
-__device__ __forceinline__ void norm_head(const float* x, bool has_norm, const float* weight, float eps,
-                                          int lane, float* out) {
+__device__ __forceinline__ void norm_head(const float* x, const NewNorm& norm, int lane, float* out) {
   constexpr int steps = (head_dim + lanes_per_head - 1) / lanes_per_head;
   float values[steps];
   float squares = 0.0f;
@@ -38,14 +44,15 @@ __device__ __forceinline__ void norm_head(const float* x, bool has_norm, const f
   for (int step = 0; step < steps; step++) {
     const int i = step * lanes_per_head + lane;
     values[step] = i < head_dim ? x[i] : 0.0f;
+    if (norm.bias && i < head_dim) values[step] += norm.bias[i];
     squares = __fmaf_rn(values[step], values[step], squares);
   }
   const float mean = sum_of_sixteen_lanes(squares, 1) / float(head_dim);
-  const float scale = has_norm ? inverse_sqrt(mean + eps) : 1.0f;
+  const float scale = norm.has_norm ? inverse_sqrt(mean + norm.eps) : 1.0f;
 #pragma unroll
   for (int step = 0; step < steps; step++) {
     const int i = step * lanes_per_head + lane;
-    if (i < head_dim) out[i] = values[step] * scale * (weight ? weight[i] : 1.0f);
+    if (i < head_dim) out[i] = values[step] * scale * (norm.weight ? norm.weight[i] : 1.0f);
   }
 }
 

@@ -10,7 +10,8 @@ namespace coldstream {
 
 struct PrepareIntegersArguments {
   const float *query_gate, *key, *value;
-  const float *q_norm, *k_norm;  // [D], or null
+  const float *q_bias, *k_bias, *v_bias;  // [H · D] and [G · D], or null
+  const float *q_norm, *k_norm;           // [D], or null
   const float* angles;
   int8_t* query;        // [T, H, 2, D]
   float* query_scales;  // [T, H]
@@ -89,7 +90,12 @@ __global__ void __launch_bounds__(prepare_threads)
   const auto [unit, kv_head, is_spare, is_query, is_value, x] =
       NewHead::of<head_dim, query_width>(a, row, wanted);
   const bool has_norm = is_value ? a.v_norm != 0 : a.q_norm != nullptr;
-  norm_head<head_dim>(x, has_norm, is_query ? a.q_norm : is_value ? nullptr : a.k_norm, a.eps, lane, head);
+  // There are none beside gates that come with queries.
+  const float* const bias = has_gate ? nullptr : is_query ? a.q_bias : is_value ? a.v_bias : a.k_bias;
+  const float* const weight = is_query ? a.q_norm : is_value ? nullptr : a.k_norm;
+  const NewNorm norm = {bias ? bias + (is_query ? unit : kv_head) * head_dim : nullptr, has_norm, weight,
+                        a.eps};
+  norm_head<head_dim>(x, norm, lane, head);
   __syncwarp();
   const float* angles = a.angles + row * a.rope_half * 2;
   LaneNumbers<head_dim> values;

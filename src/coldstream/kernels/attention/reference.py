@@ -62,9 +62,14 @@ def normed_heads(
     heads: AttentionHeads,
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries [T, H, D], keys and values [T, G, D], those normed that have a norm."""
+    """Queries [T, H, D], keys and values [T, G, D], with their biases, those normed that have a norm."""
     head_dim = query.shape[-1]
     key, value = (grouped(x, -1, head_dim) for x in (inputs.key, inputs.value))
+    if heads.q_bias is not None:
+        query, key, value = (
+            x + grouped(bias, -1, head_dim)
+            for x, bias in ((query, heads.q_bias), (key, heads.k_bias), (value, heads.v_bias))
+        )
     if heads.q_norm is not None:
         query, key = rms_norm(query, heads.q_norm, heads.eps), rms_norm(key, heads.k_norm, heads.eps)
     if heads.v_norm:

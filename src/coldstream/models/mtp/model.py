@@ -93,7 +93,9 @@ class MtpModel:
         normed = ops.rms_norm(self._joined(token_ids, hidden), block.attn_norm, self.layer.spec.rms_norm_eps)
         key, value = ops.linear(normed, (block.mixer.attn_k, block.mixer.attn_v))
         # Keys stand for queries, as many as there are, and each attends to itself alone.
-        heads = replace(block.mixer.heads, output_gate="none", window=1, sinks=None)
+        heads = replace(
+            block.mixer.heads, output_gate="none", window=1, sinks=None, q_bias=block.mixer.heads.k_bias
+        )
         return ops.attention(AttentionInputs(key, key, value, angles), heads, Caches(state.k, state.v), rows)
 
     def _joined(self, token_ids: Array, hidden: Array) -> Array:

@@ -55,7 +55,10 @@ def _mixer_fields(spec: AttentionSpec | DeltaNetSpec) -> Iterator[_LayerField]:
         return
     of_heads = spec.qk_norm in ("none", "head")
     yield _LayerField("q/k norm", spec.qk_norm, of_heads, "none, or a norm of each head")
-    yield _LayerField("bias", spec.bias, not spec.bias, "attention without biases")
+    # A gate that comes with each query would have a bias between those of queries.
+    is_plain = spec.output_gate != "query" and not spec.values_are_keys
+    has_biases = spec.bias == "none" or is_plain
+    yield _LayerField("bias", spec.bias, has_biases, "none beside gates in the projection of queries")
     yield _LayerField("causal", spec.causal, spec.causal, "causal attention", ("attention.causal",))
 
 

@@ -19,6 +19,7 @@ from coldstream.kernels.ops import (
 
 LayerKind = Literal["attention", "delta_net"]
 QkNorm = Literal["none", "head", "projection"]
+ProjectionBias = Literal["none", "qkv", "all"]  # of queries, keys and values, or of all four projections
 SharedExpert = Literal["none", "plain", "gated"]
 
 
@@ -57,7 +58,7 @@ class AttentionSpec:
     qk_norm: QkNorm = "none"  # RMS norm of queries and keys: of each head, or of the whole projection
     v_norm: bool = False  # RMS norm of each head of the values, without a weight
     values_are_keys: bool = False  # no projection of values: they are the keys before norm and rotation
-    bias: bool = False  # of the four projections
+    bias: ProjectionBias = "none"
     scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
     causal: bool = True  # a token sees only those before it and itself
     window: int | None = None  # positions that a token sees, its own included; None: all

@@ -117,6 +117,14 @@ def attention_tensors(spec: AttentionSpec, hidden: int) -> tuple[Requirement, ..
     others: dict[str, Shape] = {"attn_output.weight": (hidden, spec.query_dim)}
     if spec.qk_norm == "head":
         others |= {"attn_q_norm.weight": (spec.head_dim,), "attn_k_norm.weight": (spec.head_dim,)}
+    if spec.bias != "none":
+        others |= {
+            "attn_q.bias": (spec.query_dim,),
+            "attn_k.bias": (spec.kv_dim,),
+            "attn_v.bias": (spec.kv_dim,),
+        }
+    if spec.bias == "all":
+        others["attn_output.bias"] = (hidden,)
     if spec.sinks:
         others["attn_sinks.weight"] = (spec.num_heads,)
     if spec.gate_rows:

@@ -224,9 +224,18 @@ class AttentionOp : public Op {
     }
   }
 
-  // weight: null without a norm.
-  void norm(const float* head, const float* weight, float* out) const {
+  const float* bias(const float* biases, int64_t head) const {
+    return biases == nullptr ? nullptr : biases + head * a_.head_size;
+  }
+
+  // bias: of the head, or null. weight: null without a norm.
+  void norm(const float* head, const float* bias, const float* weight, float* out) const {
+    if (bias != nullptr) {
+      kernels_.add(head, bias, out, a_.head_size);
+      head = out;
+    }
     if (weight == nullptr) {
+      if (head == out) return;
       std::copy_n(head, a_.head_size, out);
     } else {
       kernels_.rms_norm(head, weight, a_.eps, out, a_.head_size);
@@ -236,7 +245,7 @@ class AttentionOp : public Op {
   void prepare_query(int rows, int64_t row, int64_t head, Worker& w) {
     auto* values = reinterpret_cast<float*>(w.memory->data());
     const float* raw = a_.query_gate.row(row) + head * a_.query_floats();
-    norm(raw, a_.q_norm, values);
+    norm(raw, bias(a_.q_bias, head), a_.q_norm, values);
     kernels_.rope(values, a_.angles.row(row), a_.num_rope_pairs, a_.scale, a_.head_size);
     int32_t* out = query(w, rows, head / group_, row) + head % group_ * query_ints_;
     cache_.prepare_query(values, out, a_.head_size);
@@ -248,10 +257,11 @@ class AttentionOp : public Op {
     if (offset < 0 || offset >= a_.num_pieces * a_.num_positions * a_.num_kv_heads * cache_row_) {
       return w.fail("attention: a table names a block that there is not");
     }
-    norm(a_.key.row(row) + kv_head * a_.head_size, a_.k_norm, values);
+    norm(a_.key.row(row) + kv_head * a_.head_size, bias(a_.k_bias, kv_head), a_.k_norm, values);
     kernels_.rope(values, a_.angles.row(row), a_.num_rope_pairs, 1.0f, a_.head_size);
     cache_.store(values, cache_at(a_.k_cache, offset), a_.head_size);
-    norm(a_.value.row(row) + kv_head * a_.head_size, a_.v_norm.empty() ? nullptr : a_.v_norm.data(), values);
+    norm(a_.value.row(row) + kv_head * a_.head_size, bias(a_.v_bias, kv_head),
+         a_.v_norm.empty() ? nullptr : a_.v_norm.data(), values);
     cache_.store(values, cache_at(a_.v_cache, offset), a_.head_size);
   }
 

@@ -17,6 +17,14 @@ void add(Runtime& rt, const Array2d& x, const Array2d& y, const Array2d& out) {
   submit_with(rt, std::move(next), rows, x, y, out);
 }
 
+void add_bias(Runtime& rt, const Array2d& x, const Array1d& bias, const Array2d& out) {
+  const int64_t rows = size_of(x, 0), size = size_of(x, 1);
+  const InputRows biases = {vector(bias, "bias", size), 0};  // the same for all rows
+  auto next =
+      make_add(kernels_of(rt), input(x, "x", rows, size), biases, output(out, "out", rows, size), size);
+  submit_with(rt, std::move(next), rows, x, bias, out);
+}
+
 void glu(Runtime& rt, const Array2d& gate, const Array2d& up, const Array2d& out, int kind, float limit) {
   if (kind < 0 || kind >= num_glu_kinds) refuse("unknown gated unit " + std::to_string(kind));
   const int64_t rows = size_of(gate, 0), size = size_of(gate, 1);
@@ -220,6 +228,9 @@ void top_log_probs(Runtime& rt, const Array2d& logits, const Ids2d& ids, const A
 void bind_row_ops(nb::module_& m) {
   m.def("add", add, "runtime"_a, nb::arg("x").noconvert(), nb::arg("y").noconvert(),
         nb::arg("out").noconvert(), "out = x + y, all float32 [T, E]. `out` may be x or y.");
+  m.def("add_bias", add_bias, "runtime"_a, nb::arg("x").noconvert(), nb::arg("bias").noconvert(),
+        nb::arg("out").noconvert(),
+        "out = x + bias in each row; x and out float32 [T, E], bias [E]. `out` may be x.");
   m.def("glu", glu, "runtime"_a, nb::arg("gate").noconvert(), nb::arg("up").noconvert(),
         nb::arg("out").noconvert(), "kind"_a = 0, "limit"_a = 0.0f,
         "out = glu(gate, up), all float32 [T, F]. `out` may be gate or up. kind: a number of `GATED_UNITS`.");

@@ -110,13 +110,14 @@ struct AttentionArguments {
   int64_t num_heads, num_kv_heads, head_size, num_rope_pairs;
   InputRows query_gate;  // [T, heads · query_floats()]
   OutputGate output_gate;
-  InputRows gate;                // [T, heads] of kind head, [T, heads · head_size] of kind element
-  InputRows key, value;          // [T, kv heads · head_size]
-  const float *q_norm, *k_norm;  // [head_size]; both null without norms
-  std::vector<float> v_norm;     // ones [head_size]; empty without a norm of values
-  const float* sinks;            // [heads], or null
-  float eps, scale;              // scale: of queries
-  InputRows angles;              // [T, pairs · 2]
+  InputRows gate;                         // [T, heads] of kind head, [T, heads · head_size] of kind element
+  InputRows key, value;                   // [T, kv heads · head_size]
+  const float *q_bias, *k_bias, *v_bias;  // [heads · head_size], [kv heads · head_size]; null without biases
+  const float *q_norm, *k_norm;           // [head_size]; both null without norms
+  std::vector<float> v_norm;              // ones [head_size]; empty without a norm of values
+  const float* sinks;                     // [heads], or null
+  float eps, scale;                       // scale: of queries
+  InputRows angles;                       // [T, pairs · 2]
   // [pieces, positions, kv heads, row], contiguous; a piece is a sequence's, for a batch a block of
   // attention_chunk positions
   void *k_cache, *v_cache;

@@ -108,6 +108,12 @@ void attention(Runtime& rt, const Array2d& query_gate, const Array2d& key, const
   const auto k_norm = field<std::optional<Array1d>>(attention_heads, "k_norm");
   if (q_norm.has_value() != k_norm.has_value()) refuse("q_norm and k_norm come together");
   const auto window = field<std::optional<int64_t>>(attention_heads, "window");
+  const auto q_bias = field<std::optional<Array1d>>(attention_heads, "q_bias");
+  const auto k_bias = field<std::optional<Array1d>>(attention_heads, "k_bias");
+  const auto v_bias = field<std::optional<Array1d>>(attention_heads, "v_bias");
+  if (q_bias.has_value() != k_bias.has_value() || q_bias.has_value() != v_bias.has_value()) {
+    refuse("q_bias, k_bias and v_bias come together");
+  }
   const auto sinks = field<std::optional<Array1d>>(attention_heads, "sinks");
   const auto scale = field<std::optional<float>>(attention_heads, "scale", true);
   const int64_t rows = size_of(key, 0), kv_heads = size_of(k_cache, 2);
@@ -139,6 +145,9 @@ void attention(Runtime& rt, const Array2d& query_gate, const Array2d& key, const
       .gate = gate_of(gate, output_gate, rows, heads, size),
       .key = input(key, "key", rows, kv_heads * size),
       .value = input(value, "value", rows, kv_heads * size),
+      .q_bias = q_bias ? vector(*q_bias, "q_bias", heads * size) : nullptr,
+      .k_bias = k_bias ? vector(*k_bias, "k_bias", kv_heads * size) : nullptr,
+      .v_bias = v_bias ? vector(*v_bias, "v_bias", kv_heads * size) : nullptr,
       .q_norm = q_norm ? vector(*q_norm, "q_norm", size) : nullptr,
       .k_norm = k_norm ? vector(*k_norm, "k_norm", size) : nullptr,
       .v_norm = std::vector<float>(field<bool>(attention_heads, "v_norm") ? size : 0, 1.0f),
@@ -156,7 +165,8 @@ void attention(Runtime& rt, const Array2d& query_gate, const Array2d& key, const
       .out = output(out, "out", rows, heads * size),
   };
   submit_with(rt, make_attention(kernels_of(rt), arguments), rows, query_gate, key, value,
-              q_norm.value_or(Array1d()), k_norm.value_or(Array1d()), sinks.value_or(Array1d()), angles,
+              q_norm.value_or(Array1d()), k_norm.value_or(Array1d()), sinks.value_or(Array1d()),
+              q_bias.value_or(Array1d()), k_bias.value_or(Array1d()), v_bias.value_or(Array1d()), angles,
               k_cache, v_cache, positions, state_ids, out, gate ? *gate : query_gate);
 }
 
