@@ -65,6 +65,7 @@ CHANGES = (
     Change("b1eaf293", "2026-11-26", range(65, 513)),  # the device shares the experts out
     Change("c4d1ba0c", "2026-11-30", range(1, 2)),  # guessed experts are copied ahead
     Change("def0c648", "2026-11-30", range(513, 2049)),  # replayed in pieces, not launched one by one
+    Change("88a9f11d", "2026-11-30", range(129, 513)),  # the host divides, by a guess at the next layer
 )
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from test_cost import H200, Q4_BYTES, rates
 
 from bench.full_size_forecast import FULL_SIZES
+from coldstream.kernels.experts.shapes import MAX_SHARED_ROWS
 from coldstream.placement.cost import (
     DISK_WAIT_S,
     JOIN_LAUNCHES,
@@ -101,7 +102,7 @@ CASES = {
         {"cpu_bytes_per_s", VRAM, "product_ops_per_s"},
     ),
     "a short prompt, nothing resident, slow cores": (
-        prefill(NOTHING, 512),
+        prefill(NOTHING, MAX_SHARED_ROWS),
         replace(H200, cpu_bytes_per_s=1.0),
         {"link_bytes_per_s", VRAM, "product_ops_per_s"},
     ),
@@ -111,11 +112,15 @@ CASES = {
         {"read_beside_link", "cpu_bytes_per_s", VRAM, "product_ops_per_s"},
     ),
     "a shorter prompt, nothing resident, by both": (
-        prefill(NOTHING, 200),
+        prefill(NOTHING, MAX_SHARED_ROWS),
         H200,
         {"link_bytes_per_s", VRAM, "product_ops_per_s"},
     ),
-    "a long prompt, nothing resident": (prefill(NOTHING, 8192), H200, {"link_bytes_per_s"}),
+    "a long prompt, nothing resident": (
+        prefill(NOTHING, 8192),
+        H200,
+        {"link_bytes_per_s", VRAM, "product_ops_per_s"},
+    ),
     "a prompt on the CPU": (prefill_on_cpu(ALL, 512), H200, {"cpu_ops_per_s", "num_cores"}),
     "a prompt on the CPU, slow memory": (
         prefill_on_cpu(ALL, 64),

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from coldstream.kernels.experts.shapes import MATRICES, MAX_MAILBOX_ROWS, MAX_SHARED_ROWS
+from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_SHARED_ROWS
 from coldstream.placement.cost import (
     CPU_SHARE,
     expert_seconds,
@@ -40,8 +40,9 @@ ATTENTION_SHARE: Final = 0.18  # of the rate of large matrices: attention
 # choose by themselves.
 NOVELTY: Final = 0.65
 # Per layer that the host divides: rows go to the CPU, and come back, while it has nothing to do.
-HOST_LAYER_S: Final = 1.2e-3
-PIECE_S: Final = 2.7e-6  # of a copy of an expert's matrix, whatever its bytes
+HOST_LAYER_S: Final = 4e-4
+# Of the GPU's time, in steps without the CPU's part: the ring is full meanwhile, and the bus waits.
+RING_IS_FULL: Final = 0.25
 # What the copies of a group take the thread that launches what no graph has, in launches. Where the CPU
 # computes experts, a group has many short copies.
 COPY_LAUNCHES: Final = 1.4
@@ -192,10 +193,10 @@ def _step_seconds(
     count, touched = step.count, step.touched
     num_bytes = (touched * _sizes(model))[missing]
     num_experts = float(touched[missing].sum())
-    copied = float(num_bytes.sum()) / rates.link_bytes_per_s + MATRICES * num_experts * PIECE_S
+    copied = float(num_bytes.sum()) / rates.link_bytes_per_s
     groups = num_experts / ring.group
     launches = float(_launching_seconds(model, rates, count, np.asarray(groups), COPY_LAUNCHES))
-    without_cpu = max(copied, compute, launches) + copied / model.num_layers
+    without_cpu = max(copied + RING_IS_FULL * compute, compute, launches) + copied / model.num_layers
     if count > MAX_CPU_ROWS:
         return without_cpu
     by_cpu = (touched * _cpu_seconds(model, rates, step.rows * spread / np.maximum(touched, 1e-9)))[missing]

@@ -91,7 +91,8 @@ def test_a_figure_is_of_an_older_program_where_what_it_measures_has_changed_sinc
     assert older_than("2048", "2026-11-29") == "def0c648"
     now = [older_than(name, "2026-11-30") for name in ("decode", "168", "2048", "8192")]
     assert now == [None] * 4
-    assert older_than("512", "2026-11-26") is older_than("8192", "2026-11-01") is None
+    assert older_than("512", "2026-11-26") == "88a9f11d"
+    assert older_than("100", "2026-11-26") is older_than("8192", "2026-11-01") is None
     names = ("decode", "512", "2048", "8192")
     rows = [{"measured_share": share, "figures": {name: {} for name in names}} for share in (1.0, 0.5)]
     monkeypatch.setattr(forecast_again, "_of_any", lambda result, headers: rows)
@@ -140,7 +141,7 @@ def test_lines_of_a_desktop_are_forecast_by_their_own_rates(headers: Headers) ->
     fast, slow = again(result | {"rows": [*lines, {"side": "llama.cpp"}]}, headers)
     assert fast["figures"]["decode"]["measured_tok_s"] == 100.0
     assert list(fast["figures"]) == list(figures)
-    assert [both["older_than"] for both in fast["figures"].values()] == ["c4d1ba0c", None]
+    assert [both["older_than"] for both in fast["figures"].values()] == ["c4d1ba0c", "88a9f11d"]
     assert slow["figures"]["decode"]["forecast_tok_s"] < fast["figures"]["decode"]["forecast_tok_s"] / 2
 
 

@@ -5,7 +5,7 @@ using namespace coldstream;
 
 constexpr int partition_threads = 1024, partition_warps = partition_threads / warp_size;
 constexpr int most_experts = 1024;
-constexpr int most_shared_rows = 512;
+constexpr int most_shared_rows = 128;
 static_assert(most_experts <= partition_threads, "a thread has an expert");
 static_assert(most_shared_rows < partition_threads, "a thread has a number of rows");
 
