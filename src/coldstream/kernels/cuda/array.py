@@ -73,9 +73,10 @@ class DeviceArray(Protocol):
     def __len__(self) -> int: ...
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class RawArray:
-    """A `DeviceArray` at an address; `owner` keeps the memory, and None says that somebody else does.
+    """A `DeviceArray` at an address; `owner` keeps the memory, and None says that somebody else does. It does
+    not change, but is not frozen: making some is part of the time of every token.
 
     dtype: a name of ELEMENT_BYTES. strides: in elements, by default those of adjacent rows. An index or
     slices give a view with the same owner. Other libraries read it by the CUDA array interface (version 3).
