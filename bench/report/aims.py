@@ -116,11 +116,11 @@ def _partial() -> Iterator[Aim]:
         share = steps[3.0, rows] / steps[0.25, rows]
         yield Aim("the same with 3 GiB, of it", 0.6, share, source, 2, is_most=True, why=STAGING)
     prompts = {
-        row["tokens"]: row["tok_s"] for row in load("gpu/streaming_shared")["rows"] if row["experts_gib"] == 0
+        row["tokens"]: row["tok_s"] for row in load("gpu/streaming_guess")["rows"] if row["experts_gib"] == 0
     }
     for tokens, least in {168: 1140, 512: 3000, 2048: 8500, 8192: 16150}.items():
         what = f"a prompt of {tokens} tokens, none, tok/s"
-        yield Aim(what, least, prompts[tokens], "gpu/streaming_shared.json", why=CORES)
+        yield Aim(what, least, prompts[tokens], "gpu/streaming_guess.json", why=CORES)
     start, source = load("gpu/first_token"), "gpu/first_token.json"
     starts = {
         "first token of `run --vram 6G`, s": (2.5, start["later_starts_s"]),
