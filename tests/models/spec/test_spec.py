@@ -246,7 +246,7 @@ def test_trap_01_value_heads_are_tiled(load_spec: LoadSpec) -> None:
         ({"general.type": "imatrix"}, "an importance matrix"),
         (
             {"general.architecture": "llama"},
-            "'llama': supported are qwen35, qwen35moe, qwen3moe, qwen3next, qwen4exp and laguna",
+            r"'llama': supported are qwen35, qwen35moe, qwen3moe, .* and \w+",
         ),
         ({"general.architecture": " "}, "architecture ' '"),
         ({"general.architecture": "x" * 10_000_000}, "architecture 'xxx"),

@@ -62,13 +62,16 @@ def windows(specs: tuple[AttentionSpec, ...]) -> list[int | None]:
         ({WINDOW: 7, BASE: 1e4}, {"windows": FULL_LAST}, [7, None, 7, None]),
         ({WINDOW: 7, BASE: 1e4}, {"windows": FULL_FIRST}, [None, 7, 7, 7]),
         ({}, {"windows": FULL_FIRST}, [None] * 4),
-        ({WINDOW: 4096, BASE: 1e4}, {"windows": FULL_FIRST}, [None] * 4),
+        ({WINDOW: 4096}, {}, [None] * 4),
+        ({WINDOW: 4096, BASE: 1e4}, {"windows": FULL_FIRST}, [None, 4096, 4096, 4096]),
     ],
 )
 def test_which_layers_have_a_window(
     read: Read, changes: dict[str, Any], options: dict[str, Any], expected: list[int | None]
 ) -> None:
-    """By an array of bools or numbers, a period, or the family. One as long as the context has no effect."""
+    """By an array of bools or numbers, a period, or the family. A file that names none may have a window as
+    long as the context.
+    """
     assert windows(read(changes, **options)) == expected
 
 

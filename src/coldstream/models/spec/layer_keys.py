@@ -140,9 +140,7 @@ def _with_window(keys: Hyperparameters, full: AttentionSpec, windows: WindowPatt
             problem = f"{rope.theta:g}, supported: one rotary embedding where windows are scaled"
             raise keys.error(UnsupportedError, "rope.freq_base_swa", problem)
         rope = full.rope
-    window = keys.integer("attention.sliding_window", 0, 1 << 32, 0)
-    is_hiding = window < keys.integer("context_length", 1, 1 << 24)  # a longer one has no effect
-    return replace(full, rope=rope, window=window if is_hiding else None)
+    return replace(full, rope=rope, window=keys.integer("attention.sliding_window", 1, 1 << 32))
 
 
 def _windowed_blocks(keys: Hyperparameters, windows: WindowPattern) -> tuple[bool, ...]:
