@@ -34,6 +34,12 @@ CONTROL_TOKENS = {
         *("<|startoftext|>", "<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|end|>"),
         *("<|message|>", "<|call|>", "<|endofprompt|>"),
     ),
+    "Laguna": ("〈|EOS|〉", "</assistant>"),
+    "gemma-4": (
+        *("<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", "<|think|>", "<|channel>", "<channel|>"),
+        *("<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>"),
+        *('<|"|>', "<|audio|>", "<|video|>"),
+    ),
     "MiniMax": (
         *("]~!b[", "]~b]", "[e~[", "]!p~[", "]<]image[>[", "]<]video[>[", "]<]minimax[>["),
         *("<beginning_of_sentence>", "<end_of_sentence>"),
@@ -72,6 +78,8 @@ USER_DEFINED_TOKENS = (
 SPECIAL_TOKENS = {
     "Qwen": {"eos": "<|im_end|>", "pad": "<|endoftext|>"},
     "GLM": {"eos": "<|endoftext|>", "pad": "<|endoftext|>"},
+    "Laguna": {"bos": "〈|EOS|〉", "eos": "〈|EOS|〉"},
+    "gemma-4": {"bos": "<bos>", "eos": "<eos>", "pad": "<pad>"},
     "gpt-oss": {"bos": "<|startoftext|>", "eos": "<|return|>", "pad": "<|endoftext|>"},
     "MiniMax": {"bos": "]~!b[", "eos": "[e~["},
     "DeepSeek": {"bos": "<｜begin▁of▁sentence｜>", "eos": "<｜end▁of▁sentence｜>", "pad": "<｜▁pad▁｜>"},
