@@ -41,17 +41,38 @@ VLLM = Project(
         "tests/tool_parsers/test_hermes_tool_parser.py",
         "tests/tool_parsers/test_qwen3coder_tool_parser.py",
         "tests/tool_parsers/test_qwen3xml_tool_parser.py",
+        "tests/tool_parsers/test_glm4_moe_tool_parser.py",
+        "tests/tool_parsers/test_glm47_moe_tool_parser.py",
+        "tests/tool_parsers/test_poolside_v1_tool_parser.py",
+        "tests/tool_parsers/test_gemma4_tool_parser.py",
         "tests/reasoning/test_qwen3_reasoning_parser.py",
+        "tests/reasoning/test_glm4_moe_reasoning_parser.py",
+        "tests/reasoning/test_gemma4_reasoning_parser.py",
     ),
     helpers=(
         "tests/tool_parsers/conftest.py",
         "tests/tool_parsers/utils.py",
         "tests/tool_parsers/common_tests.py",
         "tests/reasoning/utils.py",
+        "tests/parser/engine/replay_harness.py",
     ),
     adapter="vllm_adapter",
     reasons={
         "Granite4ToolParser": "another family of models, whose format is not read here",
+        "_parse_gemma4": "a function inside of vLLM's parser, which has no counterpart",
+        "ResponsesRequest": "vLLM's own shapes of requests, which are read elsewhere here",
+        "structured_outputs": "vLLM's own way to demand a call; it is a grammar here",
+        "to_sampling_params": "vLLM's own way to see control tokens; they are marked here",
+        "skip_special_tokens": "vLLM's own way to see control tokens; they are marked here",
+        "ParserEngineReasoningAdapter": "a class inside of vLLM's parser",
+        "is_reasoning_end": "vLLM asks for the end of a thought by token ids; it is found in the text here",
+        "adjust_request": "vLLM's own way to prepare a request, which has no counterpart",
+        "glm53_template": "whether a prompt opens a thought is read off the prompt here",
+        "[invalid_": "a thought without its opening tag is content here, as in vLLM's own streams",
+        "[new_line": "blanks between a thought or a text and a call are part of neither here",
+        "tool_call_started": "a call that has only begun is held back here",
+        "three_mixed": "what is no call is content here; vLLM makes calls without arguments of it",
+        "malformed": "what is no call is content here; vLLM makes calls without arguments of it",
         "structural_tag": "structural tags are vLLM's own; what a call must be is a grammar here",
         "I need to re": "blanks between a thought or a text and a call are part of neither here",
     },
@@ -70,7 +91,10 @@ def run(project: Project, checkout: Path) -> list[dict[str, str]]:
             if (checkout / name).is_file():
                 (root / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(checkout / name, root / name)
-        for package in ("tests", "tests/tool_parsers", "tests/reasoning"):
+        for package in (
+            *("tests", "tests/tool_parsers", "tests/reasoning"),
+            *("tests/parser", "tests/parser/engine"),
+        ):
             (root / package / "__init__.py").touch()
         out = root / "outcomes.json"
         command = [sys.executable, "-m", "pytest", "-q", "-p", project.adapter, "-p", "no:cacheprovider"]

@@ -17,18 +17,23 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
+from coldstream.gguf.tokenizer import marked
 from coldstream.server.output import (
+    AnswerParser,
     Content,
     OutputEvent,
-    OutputParser,
     Reasoning,
     ToolCallArguments,
     ToolCallStart,
     output_parser,
 )
+from coldstream.server.output.call_format import num_held
 
 HERMES = '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 XML = "<tool_call>\n<function=f>\n<parameter=p>\n</parameter>\n</function>\n</tool_call>"
+ARGS = "<tool_call>{name}<arg_key>{k}</arg_key><arg_value>{v}</arg_value></tool_call>"
+GEMMA = "<|tool_call>call: <|channel>thought"
+GEMMA_TOKENS = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>")
 ANY_TOOL = {"name": "_"}  # tests give no tools, without which calls are content
 
 
@@ -99,14 +104,32 @@ class ChatCompletionRequest:
         self.tools = None
         self.__dict__.update(fields)
 
+    @classmethod
+    def model_validate(cls, fields: Mapping[str, Any]) -> "ChatCompletionRequest":
+        tools = [ChatCompletionToolsParam(**tool) for tool in fields.get("tools") or ()]
+        return cls(**{**fields, "tools": tools or None})
+
 
 class Words:
     """A tokenizer with a token for each tag, word, and run of blanks."""
 
-    _PARTS = re.compile(r"</?(?:tool_call|think)>| ?\w+|\s+|.", re.DOTALL)
+    _TAGS = (
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        *GEMMA_TOKENS,
+        "<|turn>",
+        "<turn|>",
+        "<|think|>",
+    )
+    _PARTS = re.compile(rf"{'|'.join(map(re.escape, _TAGS))}| ?\w+|\s+|.", re.DOTALL)
 
     def __init__(self) -> None:
-        self._ids: dict[str, int] = {}
+        self._ids = {tag: index for index, tag in enumerate(self._TAGS)}
+
+    def convert_tokens_to_ids(self, tokens: Sequence[str]) -> list[int]:
+        return [self._ids.setdefault(token, len(self._ids)) for token in tokens]
 
     def tokenize(self, text: str) -> list[str]:
         return self._PARTS.findall(text)
@@ -137,9 +160,9 @@ class ToolParser:
     def __init__(self, tokenizer: Words, tools: Sequence[Any] | None = None, **_: Any) -> None:
         self.model_tokenizer, self.vocab = tokenizer, tokenizer.get_vocab()
         self._tools = list(tools or ())
-        self._parser: OutputParser | None = None
+        self._parser: AnswerParser | None = None
 
-    def _begin(self, request: Any) -> OutputParser:
+    def _begin(self, request: Any) -> AnswerParser:
         tools = [*self._tools, *(getattr(request, "tools", None) or ())]
         return output_parser(self.template, [*map(_as_dict, tools), ANY_TOOL], is_thinking=False)
 
@@ -155,7 +178,7 @@ class ToolParser:
     def extract_tool_calls_streaming(
         self, previous_text: str, current_text: str, delta_text: str, *_: Any, request: Any = None, **__: Any
     ) -> DeltaMessage | None:
-        if not previous_text or self._parser is None:
+        if current_text == delta_text or self._parser is None:
             self._parser = self._begin(request or (_[-1] if _ else None))
         delta = _delta(self._parser.push(delta_text))
         return delta if delta.content or delta.tool_calls else None
@@ -169,16 +192,62 @@ class XmlToolParser(ToolParser):
     template = XML
 
 
+class ArgToolParser(ToolParser):
+    template = ARGS
+
+
+class Marking:
+    """Text in which control tokens are spelt → text in which they are marked, in any pieces."""
+
+    _TOKEN = re.compile("|".join(map(re.escape, GEMMA_TOKENS)))
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        text = self._held + text
+        held = num_held(text, GEMMA_TOKENS)
+        self._held = text[len(text) - held :]
+        return self._marked(text[: len(text) - held])
+
+    def finish(self) -> str:
+        return self._marked(self._held)
+
+    def _marked(self, text: str) -> str:
+        return self._TOKEN.sub(lambda match: marked(match[0]), text)
+
+
+class MarkedParser:
+    """An `OutputParser` of gemma-4 that is given spelt tokens."""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._parser, self._marking = output_parser(GEMMA, tools, is_thinking=False), Marking()
+
+    def push(self, text: str) -> list[OutputEvent]:
+        return self._parser.push(self._marking.push(text))
+
+    def finish(self) -> list[OutputEvent]:
+        return [*self._parser.push(self._marking.finish()), *self._parser.finish()]
+
+
+class GemmaToolParser(ToolParser):
+    template = GEMMA
+
+    def _begin(self, request: Any) -> Any:
+        tools = [*self._tools, *(getattr(request, "tools", None) or ())]
+        return MarkedParser([*map(_as_dict, tools), ANY_TOOL])
+
+
 class ReasoningParser:
     """vLLM's interface of a parser of thoughts, over ours."""
 
     def __init__(self, tokenizer: Words, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
         self.model_tokenizer, self.vocab = tokenizer, tokenizer.get_vocab()
         self._is_thinking = bool((chat_template_kwargs or {}).get("enable_thinking", True))
-        self._parser: OutputParser | None = None
+        self._parser: AnswerParser | None = None
         self._has_call = False
 
-    def _begin(self) -> OutputParser:
+    def _begin(self) -> AnswerParser:
         tools = [{"name": "bash"}]
         return output_parser(f"{XML}</think>", tools, is_thinking=self._is_thinking)
 
@@ -203,6 +272,13 @@ class ReasoningParser:
         return delta if delta.content or delta.reasoning else None
 
 
+class GemmaReasoningParser(ReasoningParser):
+    """The same over gemma-4's channel."""
+
+    def _begin(self) -> Any:
+        return MarkedParser([{"name": "bash"}])
+
+
 class Manager:
     """The parsers by vLLM's names."""
 
@@ -210,6 +286,10 @@ class Manager:
         "hermes": HermesToolParser,
         "qwen3_coder": XmlToolParser,
         "qwen3_xml": XmlToolParser,
+        "glm45": ArgToolParser,
+        "glm47": ArgToolParser,
+        "poolside_v1": ArgToolParser,
+        "gemma4": GemmaToolParser,
     }
 
     @classmethod
@@ -218,7 +298,9 @@ class Manager:
 
     @classmethod
     def get_reasoning_parser(cls, name: str) -> type[ReasoningParser]:
-        if not name.startswith("qwen3"):
+        if name == "gemma4":
+            return GemmaReasoningParser
+        if not name.startswith(("qwen3", "glm4")):
             raise NoCounterpart(f"the reasoning parser {name}")
         return ReasoningParser
 
@@ -260,6 +342,12 @@ NAMES: dict[str, Any] = {
     "Hermes2ProToolParser": HermesToolParser,
     "Qwen3CoderToolParser": XmlToolParser,
     "Qwen3EngineToolParser": XmlToolParser,
+    "Glm47MoeModelToolParser": ArgToolParser,
+    "Glm4MoeModelToolParser": ArgToolParser,
+    "PoolsideV1ToolParser": ArgToolParser,
+    "Gemma4EngineToolParser": GemmaToolParser,
+    "TOOL_CALL_START": "<|tool_call>",
+    "TOOL_CALL_END": "<tool_call|>",
 }
 
 

@@ -144,6 +144,11 @@ def test_what_is_no_call_is_content(text: str) -> None:
     assert summary(events_of([as_written(text)])) == ("", shown, [])
 
 
+def test_a_call_without_its_closing_tag_ends_before_the_next() -> None:
+    unclosed = rendered(*WRITE).removesuffix("<tool_call|>")
+    assert calls_of(events_of(f"{unclosed}{rendered('list_files', {})}")) == [WRITE, ("list_files", {})]
+
+
 def test_a_call_of_no_tool_in_a_thought_is_a_thought() -> None:
     text = f"<|channel>thought\nLike {rendered('other', {})}?<channel|>Hi"
     assert summary(events_of(text)) == ("Like call:other{}?", "Hi", [])

@@ -5,7 +5,8 @@
 All tags are control tokens, marked in the text (`control_text.py`): a string may hold anything but them. So
 a call is what lies between its tags, and it is emitted when it is complete. Models deviate where nothing else
 can be meant, so this is read, too: no `call:`, names between the tokens of strings, text without them, a
-missing brace or tag at the end of the answer. Values have the types that the tool's schema allows.
+missing tag before the next call, a missing brace or tag at the end of the answer. Values have the types that
+the tool's schema allows.
 """
 
 import re
@@ -29,9 +30,10 @@ THOUGHT, THOUGHT_END, LABEL = "<|channel>", "<channel|>", "thought\n"
 TOKENS: Final = kept_marked(OPEN, CLOSE, QUOTE, THOUGHT, THOUGHT_END)
 THOUGHTS: Final = ThoughtTags(marked(THOUGHT), marked(THOUGHT_END), LABEL, may_repeat=True)
 
-_NAME: Final = re.compile(r"\s*(?:call:)?\s*([^\s{}\[\]<>:,\"]{1,256})\s*(?=[{]|$)")
+_NAME: Final = re.compile(r"\s*(?:call)?:?\s*([^\s{}\[\]<>:,\"]{1,256})\s*(?=[{]|$)")
 _MAX_DEPTH: Final = 100
 _OPEN, _CLOSE, _QUOTE = marked(OPEN), marked(CLOSE), marked(QUOTE)
+_END: Final = re.compile(f"{re.escape(_CLOSE)}|{re.escape(_OPEN)}")
 
 
 class GemmaCalls:
@@ -41,9 +43,10 @@ class GemmaCalls:
 
     def begin(self, text: str, tools: ToolSignatures, *, is_last: bool, is_thinking: bool) -> Begun | bool:
         """See `CallFormat`."""
-        end = text.find(_CLOSE)
-        if end < 0 and not is_last:
+        found = _END.search(text, len(_OPEN))
+        if found is None and not is_last:
             return True
+        end = -1 if found is None else found.start()
         body = text[len(_OPEN) : end if end >= 0 else len(text)]
         match = _NAME.match(body)
         if match is None or (is_thinking and match[1] not in tools.schemas):
@@ -53,7 +56,7 @@ class GemmaCalls:
         arguments = _Reader(body, match.end(), match[1], tools).read()
         if arguments is None:
             return False
-        after = end + len(_CLOSE) if end >= 0 else len(text)
+        after = len(text) if found is None else found.end() if found[0] == _CLOSE else end
         return Begun(after, (_CompleteCall(match[1], arguments),))
 
     def forced(self, tools: ToolSignatures, *, most_calls: int) -> Grammar:
