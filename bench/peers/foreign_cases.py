@@ -71,6 +71,7 @@ VLLM = Project(
         "[invalid_": "a thought without its opening tag is content here, as in vLLM's own streams",
         "[new_line": "blanks between a thought or a text and a call are part of neither here",
         "tool_call_started": "a call that has only begun is held back here",
+        "new_turn_reasoning_end": "whether a prompt opens a thought is read off the prompt here",
         "three_mixed": "what is no call is content here; vLLM makes calls without arguments of it",
         "malformed": "what is no call is content here; vLLM makes calls without arguments of it",
         "structural_tag": "structural tags are vLLM's own; what a call must be is a grammar here",

@@ -271,6 +271,18 @@ class ReasoningParser:
             return DeltaMessage(content=current_text[current_text.index("<tool_call>") :])
         return delta if delta.content or delta.reasoning else None
 
+    def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
+        """Whether what would follow these tokens is content."""
+        parser = self._begin()
+        text = self.model_tokenizer.decode(input_ids)
+        return any(isinstance(event, Content) for event in _after(parser, text))
+
+
+def _after(parser: Any, text: str) -> list[OutputEvent]:
+    """What a character behind a text is."""
+    parser.push(text)
+    return [*parser.push("x"), *parser.finish()]
+
 
 class GemmaReasoningParser(ReasoningParser):
     """The same over gemma-4's channel."""

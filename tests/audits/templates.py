@@ -80,10 +80,10 @@ class Comparison:
 
     def theirs(self, conversation: Conversation) -> Rendered | None:
         """The same by `transformers`, of the conversation as it is fitted to the template. Arguments of calls
-        are given to it as objects, then as they are.
+        are given to it as objects, then as text.
         """
         fitted = self.fitted(conversation)
-        for messages in (_with_objects(fitted.messages), fitted.messages):
+        for messages in (_with_objects(fitted.messages), _with_texts(fitted.messages)):
             try:
                 text = self.apply_chat_template(messages, fitted, tokenize=False)
             except Exception:  # a template may raise whatever Python does
@@ -125,6 +125,15 @@ def _with_objects(messages: list[Message]) -> list[Message]:
             if isinstance(call["function"]["arguments"], str):
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])
     return opened
+
+
+def _with_texts(messages: list[Message]) -> list[Message]:
+    closed = copy.deepcopy(messages)
+    for message in closed:
+        for call in message.get("tool_calls") or ():
+            if not isinstance(call["function"]["arguments"], str):
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return closed
 
 
 def compare_honest(comparison: Comparison, report: Callable[[str], None]) -> Counter[str]:
