@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from coldstream.cli.main import current_interrupts
 from coldstream.cli.tables import width_of, wrap
@@ -14,6 +14,9 @@ from coldstream.cli.terminal import ProgressLine, note, visible
 from coldstream.decoding import SpeculationStatistics
 from coldstream.engine import Statistics, Stream
 from coldstream.engine.request import FinishReason
+
+if TYPE_CHECKING:  # which takes long, and only some models need
+    from coldstream.cli.readable_answer import ReadableAnswer
 
 SEPARATOR = " · "
 
@@ -26,6 +29,7 @@ class ShownAnswer:
     finish_reason: FinishReason
     statistics: Statistics
     ctx_size: int
+    content: str = ""  # what a conversation keeps of it
 
     @property
     def fills_context(self) -> bool:
@@ -86,22 +90,32 @@ class AnswerWriter:
 
 
 def show_answer(
-    stream: Stream, line: ProgressLine, quiet: bool, ctx_size: int, before: str = ""
+    stream: Stream,
+    line: ProgressLine,
+    quiet: bool,
+    ctx_size: int,
+    before: str = "",
+    reader: "ReadableAnswer | None" = None,
 ) -> ShownAnswer:
     """Write the answer as it comes, after the text `before`, then the statistics.
 
-    `line` vanishes with the first piece. ctx_size: tokens that the context holds.
+    `line` vanishes with the first piece. ctx_size: tokens that the context holds. reader: of an answer with
+    marked control tokens.
     """
     writer = AnswerWriter(sys.stdout)
     written: list[str] = []
     with stream:
         for piece in stream:
             line.close()
-            writer.write(before + piece.text)
+            is_last = piece.finish_reason is not None
+            text = piece.text if reader is None else reader.push(piece.text, is_last=is_last)
+            writer.write(before + text)
             before = ""
-            written.append(piece.text)
+            written.append(text)
     writer.end_line()
-    answer = ShownAnswer("".join(written), *piece.ending(), ctx_size)
+    shown = "".join(written)
+    content = shown if reader is None else reader.content
+    answer = ShownAnswer(shown, *piece.ending(), ctx_size, content)
     if not quiet:
         note("\n".join(wrap(answer.describe(), width_of(sys.stderr), SEPARATOR)))
     return answer

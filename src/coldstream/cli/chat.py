@@ -22,6 +22,8 @@ from coldstream.models.runner import Progress
 if TYPE_CHECKING:  # which takes long, and only a chat needs
     from prompt_toolkit.application import Application
 
+    from coldstream.cli.readable_answer import ReadableAnswer
+
 ReadLine = Callable[[str], str]  # prompt → line; EOFError at the end, KeyboardInterrupt on Ctrl-C
 
 _QUOTES = '"""'
@@ -77,6 +79,7 @@ class ChatSession:
         self.params = params
         self.messages: list[dict[str, str]] = []
         self.last_statistics = ""
+        self.reader: ReadableAnswer | None = None  # of the last answer that was asked for
 
     @property
     def ctx_size(self) -> int:
@@ -98,9 +101,20 @@ class ChatSession:
         if self.raw:
             return self._llm.stream(text, self.params, progress=progress)
         messages = self._with_turns(self.messages, text)
+        self.reader = self._reader()
+        is_marking = self.reader is not None
+        params = dataclasses.replace(self.params, marks_control_tokens=True) if is_marking else self.params
         return self._llm.stream_chat(
-            messages, self.params, chat_template_kwargs=self._template_kwargs, progress=progress
+            messages, params, chat_template_kwargs=self._template_kwargs, progress=progress
         )
+
+    def _reader(self) -> "ReadableAnswer | None":
+        source = self._llm.opened.chat_template.source or ""
+        if "<|channel" not in source:  # other models' answers are text for people as they are
+            return None
+        from coldstream.cli.readable_answer import readable_answer
+
+        return readable_answer(self._llm)
 
     def keep(self, text: str, answer: str) -> None:
         """Make a message and its answer, complete or not, part of the conversation, if there is one."""
@@ -255,10 +269,10 @@ def _answer(chat: ChatSession, text: str, read_line: ReadLine, quiet: bool) -> N
             _make_room(chat, text, error, read_line)
             stream = chat.ask(text, progress)
         with cancelled_by_interrupt(stream) as interruption:
-            answer = show_answer(stream, line, quiet, chat.ctx_size)
+            answer = show_answer(stream, line, quiet, chat.ctx_size, reader=chat.reader)
             chat.last_statistics = answer.describe()
             if answer.text or answer.finish_reason != "cancelled":
-                chat.keep(text, answer.text)
+                chat.keep(text, answer.content)
     if interruption.missed(answer):
         note(_LEAVE)
     if answer.fills_context and chat.num_turns:

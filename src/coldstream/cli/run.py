@@ -133,7 +133,7 @@ def command(
             stream = chat.ask(prompt, partial(line.update, "reading the prompt"))
             before = prompt if should_echo else ""
             with cancelled_by_interrupt(stream) as interruption:
-                answer = show_answer(stream, line, quiet, chat.ctx_size, before)
+                answer = show_answer(stream, line, quiet, chat.ctx_size, before, chat.reader)
         _note_late(opened, warnings)
         if session.verbose:
             _note_shares(opened)
