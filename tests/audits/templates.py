@@ -98,6 +98,7 @@ class Comparison:
         return replace(
             conversation,
             messages=[dict(message) for message in messages],
+            tools=None if conversation.tools is None else list(can.with_tools(conversation.tools) or ()),
             settings=can.with_known_effort(conversation.settings),
         )
 

@@ -369,3 +369,25 @@ def test_templates_that_show_all_calls_get_them_as_they_are() -> None:
     with opened("chatml of Qwen3.5") as template:
         assert template.capabilities.accepts_several_calls
         assert template.capabilities.accepts_text_beside_thoughts_of_calls
+
+
+# ---- tools that a template fails at ----------------------------------------------------------------------
+
+DESCRIBED = (
+    "{% for t in tools or [] %}{{ '//' + t.function.description + t.function.name }}"
+    "{% for n, p in t.function.parameters.properties | items %}"
+    "{{ n + (p.default if p.enum and p.default is defined else '') }}"
+    "{% endfor %}{% endfor %}"
+)
+
+
+def test_tools_are_given_what_a_template_fails_without() -> None:
+    listed = {"type": "integer", "enum": [1, 2], "default": 2}
+    words = {"type": "string", "enum": ["a", "b"], "default": "b"}
+    parameters = {"type": "object", "properties": {"n": listed, "w": words}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    with ChatTemplate(DESCRIBED + TEMPLATES["anything"], [], {}) as template:
+        assert template.render([message("user", "x")], tools=[tool]).text == "//fnwb<user>x</>"
+    with ChatTemplate("{{ tools | tojson }}" + TEMPLATES["anything"], [], {}) as template:
+        assert '"default": 2' in template.render([message("user", "x")], tools=[tool]).text
+    assert listed["default"] == 2

@@ -138,7 +138,10 @@ class ChatTemplate(Closing):
         end = _unused_word(fitted) if continue_final_message else ""
         if continue_final_message:
             fitted[-1] = {**fitted[-1], "content": fitted[-1].get("content", "") + end}
-        variables = {"tools": tool_list, **self.capabilities.with_known_effort(settings)}
+        variables = {
+            "tools": self.capabilities.with_tools(tool_list),
+            **self.capabilities.with_known_effort(settings),
+        }
         shown = self.capabilities.with_contents(fitted)
         rendering = self._rendered(shown, variables, add_generation_prompt)
         return RenderedChat(tuple(self._segments(_until(rendering, end) if end else rendering)))

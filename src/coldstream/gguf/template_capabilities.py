@@ -22,6 +22,7 @@ EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _USUAL_EFFORTS: Final = ("low", "medium", "high")
 _NO_EFFORT: Final = "qvzweffort"
 _WORDS: Final = tuple(f"qvzw{index}x" for index in range(6))  # in no template's own text
+_NO_PARAMETERS: Final = {"type": "object", "properties": {}}
 _ROLES: Final = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
 
 
@@ -108,6 +109,32 @@ class TemplateCapabilities:
         prompt = self._rendered(messages)
         return prompt is not None and _WORDS[2] in prompt
 
+    def with_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]] | None:
+        """Tools as the template shows them: with a description, and without defaults of listed values, where
+        it fails otherwise.
+        """
+        if not tools:
+            return tools
+        if not all(map(_has_description, tools)) and not self._accepts_tools_without_description:
+            tools = list(map(_described, tools))
+        if any(map(_has_listed_default, tools)) and not self._accepts_listed_defaults:
+            tools = list(map(_without_listed_defaults, tools))
+        return tools
+
+    @cached_property
+    def _accepts_tools_without_description(self) -> bool:
+        tool = {"type": "function", "function": {"name": _WORDS[1], "parameters": _NO_PARAMETERS}}
+        return self._rendered([_message(0, "u")], tools=[tool]) is not None
+
+    @cached_property
+    def _accepts_listed_defaults(self) -> bool:
+        listed = {"type": "integer", "description": _WORDS[2], "enum": [1, 2], "default": 1}
+        parameters = {"type": "object", "properties": {_WORDS[3]: listed}, "required": []}
+        function = {"name": _WORDS[1], "description": _WORDS[4], "parameters": parameters}
+        return (
+            self._rendered([_message(0, "u")], tools=[{"type": "function", "function": function}]) is not None
+        )
+
     @cached_property
     def drops_thoughts(self) -> bool:
         """Whether a message of the user, after the result of a tool, takes away the thoughts before it."""
@@ -182,6 +209,46 @@ class TemplateCapabilities:
             raise
         except TemplateError:
             return None
+
+
+def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function")
+    return function if isinstance(function, Mapping) else {}
+
+
+def _has_description(tool: Mapping[str, Any]) -> bool:
+    return not _function(tool) or isinstance(_function(tool).get("description"), str)
+
+
+def _described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    return tool if _has_description(tool) else {**tool, "function": {**_function(tool), "description": ""}}
+
+
+def _properties(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    parameters = _function(tool).get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def _is_listed_default(schema: object) -> bool:
+    return isinstance(schema, Mapping) and "enum" in schema and not isinstance(schema.get("default", ""), str)
+
+
+def _has_listed_default(tool: Mapping[str, Any]) -> bool:
+    return any(map(_is_listed_default, _properties(tool).values()))
+
+
+def _without_listed_defaults(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not _has_listed_default(tool):
+        return tool
+    properties = {
+        name: {key: value for key, value in schema.items() if key != "default"}
+        if _is_listed_default(schema)
+        else schema
+        for name, schema in _properties(tool).items()
+    }
+    parameters = {**_function(tool)["parameters"], "properties": properties}
+    return {**tool, "function": {**_function(tool), "parameters": parameters}}
 
 
 def _message(index: int, role: str) -> Message:
