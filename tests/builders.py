@@ -78,6 +78,8 @@ class Dims:
     indexer_heads: int = 2
     indexer_dim: int = 32
     top_k: int = 2048
+    ngram_sizes: tuple[int, ...] = (97, 101, 103, 107)  # rows of two heads of pairs, and of two of triples
+    ngram_columns: int = 64
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ SMALL_EXPERTS = Dims(layers=2, interval=2, hidden=128, expert_ffn=64, shared_ffn
 SMALL = Dims(
     hidden=32, vocab=16, heads=4, kv_heads=2, head_dim=8, rope_dims=4, key_heads=2, value_heads=4, state=8,
     ffn=64, experts=4, experts_used=2, expert_ffn=32, shared_ffn=64, stream_rank=16, indexer_dim=8,
+    ngram_columns=8,
 )  # fmt: skip
 
 
@@ -156,6 +159,7 @@ def make_model(
     plain_shared: bool = False,
     element_gates: bool = False,
     expert_biases: bool = False,
+    ngrams: bool = False,
 ) -> TinyModel:
     """A model of `arch` ("qwen35", "qwen35moe", "qwen3next", "qwen3moe", "qwen4exp" or "laguna").
 
@@ -171,6 +175,7 @@ def make_model(
     dense_layers     layers without experts; for families that have some
     plain_shared     a shared expert without a gate, whatever the family has
     expert_biases    of the three matrices of routed experts
+    ngrams           of qwen4exp: an n-gram embedding before the second layer
     tokenizer        False leaves out all tokenizer keys, and allows any dims.vocab
 
     A matrix whose rows are not whole blocks of its type becomes Q8_0 or F16.
@@ -217,6 +222,9 @@ def make_model(
             parts["attn_gate.weight"] = _matrix(rng, gates, dims.hidden)
         parts |= {} if is_trunk else _nextn(rng, dims, arch)
         tensors |= {f"blk.{block}.{name}": values for name, values in parts.items()}
+    if ngrams:
+        metadata |= {f"{arch}.{name}": value for name, value in _ngram_keys(dims).items()}
+        tensors |= _ngrams(rng, dims)
     if arch == "qwen4exp":
         tensors |= _mixture(rng, dims, "output_hc")
     else:
@@ -361,7 +369,7 @@ def _choose_types(
     kept_float = (
         "*_norm.weight",
         "*norm.weight",
-        "*ssm_conv1d.weight",
+        "*conv1d.weight",
         "*ffn_gate_inp.weight",
         "*_inp_shexp.weight",
         "*.bias",
@@ -392,6 +400,31 @@ def _attention(rng: np.random.Generator, dims: Dims, fused: bool, gated: bool) -
         **({"attn_qkv.weight": np.concatenate(qkv)} if fused else split),
         "attn_output.weight": _matrix(rng, dims.hidden, width),
         **_norm(rng, dims.head_dim, "attn_q_norm", "attn_k_norm"),
+    }
+
+
+def _ngram_keys(dims: Dims) -> dict[str, Any]:
+    return {
+        "ple.layers": [1],
+        "ple.ngram_size": 3,
+        "ple.heads_per_ngram": 2,
+        "ple.conv_kernel": 4,
+        "ple.eos_token_id": 5,
+        "ple.layer_multipliers": [2**30 + 3, 2**29 + 7, 2**28 + 11],
+        "ple.head_offsets": [sum(dims.ngram_sizes[:head]) for head in range(4)],
+        "ple.head_vocab_sizes": list(dims.ngram_sizes),
+        "embedding_length_per_layer_input": dims.ngram_columns,
+    }
+
+
+def _ngrams(rng: np.random.Generator, dims: Dims) -> dict[str, np.ndarray]:
+    width, embedded = dims.streams * dims.hidden, 4 * dims.ngram_columns
+    return {
+        "per_layer_token_embd.weight": rng.normal(0, 1, (sum(dims.ngram_sizes) + 8, dims.ngram_columns)),
+        "blk.1.ple_key.weight": _matrix(rng, width, embedded),
+        "blk.1.ple_value.weight": _matrix(rng, dims.hidden, embedded),
+        **_norm(rng, width, *(f"blk.1.ple_norm_{part}" for part in ("key", "query", "conv"))),
+        "blk.1.ple_conv1d.weight": rng.normal(0, 0.5, (width, 4)),
     }
 
 

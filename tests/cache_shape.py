@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from coldstream.kvcache.cache import NgramShape
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -11,3 +13,4 @@ class Shape:
     conv_dim: int = 24
     num_value_heads: int = 3
     ssm_state_size: int = 4
+    ngram_shape: NgramShape | None = None

@@ -60,6 +60,12 @@ COMMON_NAMES = {
     "mlp_hyper_connection.input_mix_weight_down.weight": "hc_ffn_down.weight",
     "mlp_hyper_connection.input_mix_weight_up.weight": "hc_ffn_up.weight",
     "mlp_hyper_connection.block_inject_weight.weight": "hc_ffn_inject.weight",
+    "ple.key_proj.weight": "ple_key.weight",
+    "ple.value_proj.weight": "ple_value.weight",
+    "ple.norm_key.weight": "ple_norm_key.weight",
+    "ple.norm_query.weight": "ple_norm_query.weight",
+    "ple.norm_conv.weight": "ple_norm_conv.weight",
+    "ple.conv1d.weight": "ple_conv1d.weight",
     "self_attn.indexer.index_qk_proj.weight": "indexer.qk_proj.weight",
     "self_attn.indexer.q_layernorm.weight": "indexer.q_norm.weight",
     "self_attn.indexer.k_layernorm.weight": "indexer.k_norm.weight",
@@ -87,7 +93,13 @@ GLOBAL_NAMES = {
     "model.hyper_connection_mixer.input_mix_weight_up.weight": "output_hc_up.weight",
 }
 # Kept in float32 by every converter unless a variant asks for something else.
-SMALL_WEIGHTS = ("norm.weight", "ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
+SMALL_WEIGHTS = (
+    "norm.weight",
+    "ssm_conv1d.weight",
+    "ple_conv1d.weight",
+    "ffn_gate_inp.weight",
+    "ffn_gate_inp_shexp.weight",
+)
 
 
 @dataclass(frozen=True)
@@ -116,6 +128,8 @@ def convert(model: PreTrainedModel, path: Path, variant: Variant | None = None) 
     add_hyperparameters(writer, config, variant)
     if config.model_type == "laguna":
         add_laguna_hyperparameters(writer, config)
+    if getattr(config, "ple_layer_ids", None):
+        add_hashes(writer, model)
     add_tokenizer(writer, config.vocab_size)
     for name, values in gguf_tensors(model, variant):
         add_tensor(writer, name, values, variant)
@@ -158,6 +172,7 @@ def add_hyperparameters(writer: GGUFWriter, config, variant: Variant) -> None:
         ratio = config.indexer_compress_ratio if variant.block_sizes else 0
         sizes = [ratio if kind == "indexed_attention" else 0 for kind in config.layer_types]
         writer.add_array(f"{prefix}.attention.compress_ratios", sizes + [0] * variant.mtp_block)
+        integers |= ngram_hyperparameters(config)
     for key, value in integers.items():
         writer.add_uint32(f"{prefix}.{key}", value)
     writer.add_float32(f"{prefix}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
@@ -215,6 +230,34 @@ def add_laguna_hyperparameters(writer: GGUFWriter, config) -> None:
         writer.add_float32(f"{prefix}.{key}", number)
 
 
+def ngram_hyperparameters(config) -> dict[str, int]:
+    """The single numbers; `add_hashes` writes the others, which are of 64 bits."""
+    if not config.ple_layer_ids:
+        return {}
+    num_heads = (config.ngram_size - 1) * config.heads_per_ngram
+    return {
+        "ple.ngram_size": config.ngram_size,
+        "ple.heads_per_ngram": config.heads_per_ngram,
+        "ple.conv_kernel": config.ple_conv_kernel_size,
+        "ple.eos_token_id": config.eos_token_id,
+        "embedding_length_per_layer_input": config.ple_embed_dim // num_heads,
+    }
+
+
+def add_hashes(writer: GGUFWriter, model: PreTrainedModel) -> None:
+    """How tokens become rows of the table, as the model has computed it."""
+    (layer,) = (number - 1 for number in model.config.ple_layer_ids)
+    embedding = model.model.layers[layer].ple.ple_embedding
+    writer.add_array(f"{writer.arch}.ple.layers", [layer])
+    for name, numbers in {
+        "layer_multipliers": embedding.layer_multipliers.tolist(),
+        "head_offsets": embedding.head_offsets,
+        "head_vocab_sizes": embedding.head_vocab_sizes,
+    }.items():
+        kinds = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT64
+        writer.add_key_value(f"{writer.arch}.ple.{name}", numbers, *kinds)
+
+
 def delta_net_hyperparameters(config) -> dict[str, int]:
     return {
         "ssm.conv_kernel": config.linear_conv_kernel_dim,
@@ -248,6 +291,8 @@ def gguf_tensors(model: PreTrainedModel, variant: Variant) -> Tensors:
     config = model.config
     for name, parameter in model.named_parameters():
         values = parameter.detach().numpy()
+        if name.endswith("ngram_embedding.weight"):
+            yield "per_layer_token_embd.weight", values
         if name in GLOBAL_NAMES:
             yield GLOBAL_NAMES[name], transform(name, values, config, variant)
     for layer in range(config.num_hidden_layers):
@@ -270,7 +315,7 @@ def block_tensors(model: PreTrainedModel, source: int, block: int, variant: Vari
             name.removeprefix(prefix), parameter.detach().numpy(), model.config, variant
         )
         for name, parameter in model.named_parameters()
-        if name.startswith(prefix)
+        if name.startswith(prefix) and not name.endswith("ngram_embedding.weight")
     }
     if model.config.model_type in OF_LLAMA:
         tensors["ffn_norm.weight"] = tensors.pop("post_attention_norm.weight")
@@ -296,6 +341,8 @@ def block_tensors(model: PreTrainedModel, source: int, block: int, variant: Vari
 def transform(name: str, values: np.ndarray, config, variant: Variant) -> np.ndarray:
     """A tensor of the checkpoint in GGUF's conventions."""
     part = name.removeprefix("linear_attn.")
+    if part == "ple.conv1d.weight":
+        return values.squeeze(1)
     if part == name:
         return values + 1 if "norm" in name and config.model_type not in OF_LLAMA else values
     if part == "A_log":

@@ -105,8 +105,22 @@ def tiny_qwen3moe(scaling: Mapping[str, Any] | None = None) -> PreTrainedModel:
     return model.eval()
 
 
+# Pairs and triples of tokens, with two heads each, in the second layer. A token of the text ends them.
+NGRAMS: Mapping[str, Any] = {
+    "ple_layer_ids": [2],
+    "ngram_size": 3,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 500,
+    "ple_conv_kernel_size": 4,
+    "eos_token_id": 7,
+}
+
+
 def tiny_qwen4exp(**changes: Any) -> PreTrainedModel:
-    """Four layers, the last with an indexer that keeps 128 positions, in blocks of 4. No n-grams."""
+    """Four layers, the last with an indexer that keeps 128 positions, in blocks of 4. No n-grams.
+
+    changes: `NGRAMS` for these.
+    """
     torch.manual_seed(0)
     config = Qwen4ExpTextConfig(
         **{

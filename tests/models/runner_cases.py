@@ -89,8 +89,14 @@ VARIANTS = {
         },
     ),
 }
+# With what a GPU has no kernels for.
+CPU_VARIANTS = {
+    **VARIANTS,
+    "qwen4exp-ngrams": ("qwen4exp", {"ngrams": True, "types": {**MIX, "per_layer_*": "IQ4_NL"}}),
+}
 # A model of each architecture with experts.
 FAMILIES = ("moe", "qwen3moe", "qwen3next", "qwen4exp", "laguna")
+CPU_FAMILIES = (*FAMILIES, "qwen4exp-ngrams")
 # Architectures whose layers differ, each with the types of cache that tests over several take it with.
 MIXED_LAYERS = [
     ("qwen35moe", "i16"),
@@ -104,8 +110,8 @@ MIXED_LAYERS_OF_A_GPU = [*MIXED_LAYERS, ("qwen3next", "i16"), ("qwen3moe", "i16"
 
 
 def write_variant(folder: Path, name: str) -> Path:
-    """The model of `VARIANTS` with that name."""
-    arch, options = VARIANTS[name]
+    """The model of `CPU_VARIANTS` with that name."""
+    arch, options = CPU_VARIANTS[name]
     path = folder / f"{name}.gguf"
     write_gguf(path, arch, **options)  # type: ignore[arg-type]
     return path

@@ -355,6 +355,61 @@ def commit_attention(runtime: Runtime, k_cache: Annotated[NDArray, dict(shape=(N
     `Ops.commit_attention`: moves the row at index first[0] + sources[i] of a sequence, whose blocks of the caches [blocks, positions, G, row] table int32 [n] has, to index first[0] + i, for ascending sources int32 [T]. ValueError when run with an index or a block that does not exist; then nothing has changed.
     """
 
+class NgramTable:
+    """
+    Rows of a table in a file, read by their place and kept by use in bounded memory.
+    """
+
+    def __init__(self, fd: int, offset: int, quant_type: int, num_rows: int, num_cols: int, row_bytes: int, cache_bytes: int) -> None:
+        """
+        The table at byte `offset` of the open descriptor `fd`, which may be closed afterwards. Raises OSError.
+        """
+
+    @property
+    def num_cols(self) -> int: ...
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the rows that are kept."""
+
+    @property
+    def hits(self) -> int: ...
+
+    @property
+    def misses(self) -> int:
+        """Rows that were read from the file."""
+
+    @property
+    def problem(self) -> int:
+        """
+        0, an error of the system while a row was read, or -1 if the file has become shorter. Results are then undefined.
+        """
+
+def ngram_ids(runtime: Runtime, token_ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), device='cpu')], multipliers: Sequence[int], sizes: Sequence[int], offsets: Sequence[int], end_token: int, state: Annotated[NDArray[numpy.int32], dict(shape=(None, None), device='cpu')], state_ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), device='cpu')], out: Annotated[NDArray[numpy.int32], dict(shape=(None, None), device='cpu')], batch: BatchRows | None = None, kept: Annotated[NDArray[numpy.int32], dict(shape=(None,), device='cpu')] | None = None, table: NgramTable | None = None) -> None:
+    """
+    `Ops.ngram_ids` of int32 token_ids [T], into contiguous int32 out [T, heads]. Advances state int32 [states, context], and writes rows of trees to kept int32 [R]. The rows of table are asked for. ValueError when run with a state or a row that does not exist.
+    """
+
+def ngram_rows(runtime: Runtime, table: NgramTable, ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), device='cpu')], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
+    """
+    The rows of the table by contiguous int32 ids [T, heads], dequantised into float32 out [T, heads · columns]. ValueError when run with an id outside the table.
+    """
+
+def ngram_gate(runtime: Runtime, key: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], query: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], value: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
+    """
+    `Ops.ngram_gate` of key and query [T, C·E] and value [T, E], into out [T, C·E], float32.
+    """
+
+def ngram_conv(runtime: Runtime, streams: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], gated: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], normed: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], kernel: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], dilation: int, state: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu')], state_ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), device='cpu')], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], batch: BatchRows | None = None, kept: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')] | None = None) -> None:
+    """
+    `Ops.ngram_conv`: streams, gated, normed and out [T, W], a kernel [W, K], float32. Advances state [states, history, W], and writes normed rows of trees to kept [R, W]. The kernel is copied. ValueError when run with a state or a row that does not exist; then nothing has changed.
+    """
+
+def commit_ngram(runtime: Runtime, kept_ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), device='cpu')], kept: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], token_state: Annotated[NDArray[numpy.int32], dict(shape=(None, None), device='cpu')], state: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu')], state_id: Annotated[NDArray[numpy.int32], dict(shape=(None,), device='cpu')], sources: Annotated[NDArray[numpy.int32], dict(shape=(None,), device='cpu')]) -> None:
+    """
+    `Ops.commit_ngram`: advances the states of number state_id [1] as a chain of the rows sources int32 [T] of kept_ids [R] and kept [R, W] would. ValueError when run with one that does not exist; then nothing has changed.
+    """
+
 class TokenChoice:
     """A row of logits, what determines the token after it, and that token."""
 

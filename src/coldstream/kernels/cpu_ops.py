@@ -18,6 +18,7 @@ from coldstream.kernels import _csrc
 from coldstream.kernels.arena import Arena
 from coldstream.kernels.composed_ops import ComposedOps
 from coldstream.kernels.gathered_rows import read_rows
+from coldstream.kernels.ngram import NGRAM_CACHE_BYTES
 from coldstream.kernels.ops import (
     SWIGLU,
     Activation,
@@ -30,6 +31,8 @@ from coldstream.kernels.ops import (
     DeltaNetWeights,
     ExpertBiases,
     ExpertWeights,
+    NgramHash,
+    NgramState,
     RecurrentLayer,
     RopeSpec,
     RouterWeights,
@@ -66,6 +69,8 @@ class CpuOps(ComposedOps):
     that this machine lacks.
     """
 
+    _ngram_cache_bytes = NGRAM_CACHE_BYTES
+
     def __init__(self, threads: int, tier: str = "auto") -> None:
         try:
             self._runtime = _csrc.Runtime(threads, tier)
@@ -74,13 +79,14 @@ class CpuOps(ComposedOps):
         self._arena: Arena | None = None
         self._maps: dict[tuple[GGUFFile, int], _csrc.MappedFile] = {}
         self._mapped_weights: list[tuple[_csrc.MappedFile, TensorInfo]] = []
+        self.ngram_tables: list[_csrc.NgramTable] = []
 
     @classmethod
     def beside(cls, other: "CpuOps") -> "CpuOps":
         """Plain operations over the threads and the mapped files of others, whatever kind those are."""
         ops = cls.__new__(cls)
         ops._runtime, ops._maps = other._runtime, other._maps
-        ops._arena, ops._mapped_weights = None, []
+        ops._arena, ops._mapped_weights, ops.ngram_tables = None, [], []
         return ops
 
     @property
@@ -234,6 +240,72 @@ class CpuOps(ComposedOps):
         _csrc.mix_streams(self._runtime, normed, gates, out)
         return out
 
+    def norm_streams(self, x: Array, weight: Array, eps: float, num_streams: int) -> Array:
+        out, size = self._empty(*x.shape), x.shape[1] // num_streams
+        for begin in range(0, x.shape[1], size):
+            part = slice(begin, begin + size)
+            _csrc.rms_norm(self._runtime, x[:, part], weight[part], eps, out[:, part])
+        return out
+
+    def map_ngram_table(self, file: GGUFFile, info: TensorInfo) -> _csrc.NgramTable:
+        """Read row by row, and never mapped. Rows that were used are kept in `NGRAM_CACHE_BYTES`."""
+        num_rows, num_cols = info.shape
+        table = _csrc.NgramTable(
+            file.descriptor(info.shard), info.offset, int(info.quant_type), num_rows, num_cols,
+            info.num_bytes // num_rows, self._ngram_cache_bytes,
+        )  # fmt: skip
+        self.ngram_tables.append(table)
+        return table
+
+    def ngram_ids(
+        self, token_ids: Array, hashing: NgramHash, table: _csrc.NgramTable, state: NgramState, rows: Rows
+    ) -> Array:
+        out = self._empty(token_ids.shape[0], len(hashing.sizes), dtype=np.dtype(np.int32))
+        _csrc.ngram_ids(
+            self._runtime, token_ids, hashing.multipliers, hashing.sizes, hashing.offsets, hashing.end_token,
+            state.tokens, rows.state_ids, out, batch_rows(rows.batch), state.kept_tokens, table,
+        )  # fmt: skip
+        return out
+
+    def ngram_rows(self, table: _csrc.NgramTable, ids: Array) -> Array:
+        out = self._empty(ids.shape[0], ids.shape[1] * table.num_cols)
+        _csrc.ngram_rows(self._runtime, table, ids, out)
+        return out
+
+    def ngram_gate(self, key: Array, query: Array, value: Array) -> Array:
+        out = self._empty(*key.shape)
+        _csrc.ngram_gate(self._runtime, key, query, value, out)
+        return out
+
+    def ngram_conv(
+        self,
+        streams: Array,
+        gated: Array,
+        normed: Array,
+        taps: Array,
+        dilation: int,
+        state: NgramState,
+        rows: Rows,
+    ) -> Array:
+        out = self._empty(*streams.shape)
+        _csrc.ngram_conv(
+            self._runtime, streams, gated, normed, taps, dilation, state.conv, rows.state_ids, out,
+            batch_rows(rows.batch), state.kept_rows,
+        )  # fmt: skip
+        return out
+
+    def commit_ngram(self, state: NgramState, path: CommittedPath) -> None:
+        sources = path.kept[: self._num_rows_of(path)]
+        _csrc.commit_ngram(
+            self._runtime,
+            state.kept_tokens,
+            state.kept_rows,
+            state.tokens,
+            state.conv,
+            path.state_id,
+            sources,
+        )
+
     def glu(self, gate: Array, up: Array, activation: Activation = SWIGLU) -> Array:
         out = self._empty(*gate.shape)
         _csrc.glu(self._runtime, gate, up, out, activation.number, activation.limit)
@@ -340,6 +412,8 @@ def expert_glu(activation: Activation, biases: ExpertBiases | None) -> _csrc.Exp
 
 class UnreadCpuOps(CpuOps):
     """`CpuOps` that read no weights, to count the memory of a captured forward pass without running it."""
+
+    _ngram_cache_bytes = 0
 
     def load_weight(self, file: GGUFFile, info: TensorInfo) -> _csrc.Weight:
         return self.map_weight(file, info)

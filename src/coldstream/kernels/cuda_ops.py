@@ -49,6 +49,7 @@ from coldstream.kernels.gated_delta_net.cuda import (
 )
 from coldstream.kernels.hyper_connections.cuda import inject_norm_cuda, mix_streams_cuda, scaled_silu_cuda
 from coldstream.kernels.linear.add_bias import add_bias_cuda
+from coldstream.kernels.ngram.missing import NoNgrams
 from coldstream.kernels.ops import (
     AttentionHeads,
     AttentionInputs,
@@ -77,7 +78,7 @@ MAX_NORMED_ROWS = 2
 MOST_THREADS = 8  # for the table of angles
 
 
-class CudaOps(CudaProducts):
+class CudaOps(NoNgrams, CudaProducts):
     """`Ops` on the current CUDA device, over tensors of `memory`, see `CudaProducts`.
 
     max_positions bounds the positions that `rope_angles` is asked for, max_rows the rows of a step.

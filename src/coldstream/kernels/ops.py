@@ -233,6 +233,27 @@ PLAIN_RULE = ChoiceRule()
 
 
 @dataclass(frozen=True)
+class NgramHash:
+    """How the last tokens become rows of a table: for each length of n-grams, so many heads."""
+
+    multipliers: tuple[int, ...]  # [longest n-gram], of a token, of the one before it, …
+    sizes: tuple[int, ...]  # [heads], rows of each
+    offsets: tuple[int, ...]  # [heads], the first row of each
+    end_token: int  # what comes before it, or before a text, counts as it
+    heads_per_order: int
+
+
+@dataclass(frozen=True)
+class NgramState:
+    """What an n-gram embedding keeps of sequences; the last two of rows of draft trees, None without any."""
+
+    tokens: Array  # int32 [states, longest n-gram − 1], the last ids plus 1, 0 for none
+    conv: Array  # [states, rows back, C·E], the last normed rows
+    kept_tokens: Array = None  # int32 [R]
+    kept_rows: Array = None  # [R, C·E]
+
+
+@dataclass(frozen=True)
 class RouterWeights:
     """How a layer chooses experts. A new property of a router is a field here, or of its rule."""
 
@@ -439,6 +460,45 @@ class Ops(Protocol):
 
     def mix_streams(self, normed: Array, gates: Array, num_streams: int) -> Array:
         """The mean over C streams of normed · sigmoid(gates), both [T, C·E]: [T, E]."""
+
+    def norm_streams(self, x: Array, weight: Array, eps: float, num_streams: int) -> Array:
+        """The `rms_norm` of each of C streams side by side, [T, C·E], by weight [C·E]."""
+
+    def map_ngram_table(self, file: GGUFFile, info: TensorInfo) -> Weight:
+        """A table of n-grams, left in the file: `ngram_rows` reads a few rows of it."""
+
+    def ngram_ids(
+        self, token_ids: Array, hashing: NgramHash, table: Weight, state: NgramState, rows: Rows
+    ) -> Array:
+        """Rows of `table` for each token and those before it: int32 [T, heads]. They may be read ahead.
+
+        Advances `state.tokens`, and `state.kept_tokens` by rows of trees. Formulas of n-gram embeddings:
+        docs of `kernels/ngram/reference.py`.
+        """
+
+    def ngram_rows(self, table: Weight, ids: Array) -> Array:
+        """These rows, dequantised, side by side: [T, heads · columns]."""
+
+    def ngram_gate(self, key: Array, query: Array, value: Array) -> Array:
+        """value [T, E] gated for each of C streams by keys and queries [T, C·E]: [T, C·E]."""
+
+    def ngram_conv(
+        self,
+        streams: Array,
+        gated: Array,
+        normed: Array,
+        taps: Array,
+        dilation: int,
+        state: NgramState,
+        rows: Rows,
+    ) -> Array:
+        """streams + gated + the dilated convolution of `normed` [T, C·E] by a kernel [C·E, K]: [T, C·E].
+
+        Advances `state.conv`, and `state.kept_rows` by rows of trees.
+        """
+
+    def commit_ngram(self, state: NgramState, path: CommittedPath) -> None:
+        """Advances the state at `path.state_id` by the kept rows of the path, as a chain of them would."""
 
     def glu(self, gate: Array, up: Array, activation: Activation = SWIGLU) -> Array:
         """The gated unit of both, [T, F]: silu(gate) · up unless `activation` is another."""

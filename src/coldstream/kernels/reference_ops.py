@@ -19,15 +19,19 @@ from coldstream.kernels.gated_delta_net.exact import gated_delta_net_exact
 from coldstream.kernels.gated_delta_net.reference import gated_delta_net
 from coldstream.kernels.hyper_connections import reference as hyper_connections
 from coldstream.kernels.linear.reference import linear, linear_exact
+from coldstream.kernels.ngram import reference as ngram
 from coldstream.kernels.ops import (
     SWIGLU,
     Activation,
     AttentionHeads,
     AttentionInputs,
     Caches,
+    CommittedPath,
     DeltaNetInputs,
     DeltaNetWeights,
     ExpertWeights,
+    NgramHash,
+    NgramState,
     RopeSpec,
     RouterWeights,
     Rows,
@@ -69,6 +73,8 @@ class ReferenceOps(ComposedOps):
         self._norm_streams = streams.norm_streams_exact if exact else streams.norm_streams
         self._scaled_silu = streams.scaled_silu_exact if exact else streams.scaled_silu
         self._mix_streams = streams.mix_streams_exact if exact else streams.mix_streams
+        self._ngram_gate = ngram.ngram_gate_exact if exact else ngram.ngram_gate
+        self._ngram_conv = ngram.ngram_conv_exact if exact else ngram.ngram_conv
         self._fma = exact_arithmetic.fma if exact else multiply_add
         self._sigmoid = exact_arithmetic.sigmoid if exact else torch.sigmoid
 
@@ -151,6 +157,40 @@ class ReferenceOps(ComposedOps):
 
     def mix_streams(self, normed: torch.Tensor, gates: torch.Tensor, num_streams: int) -> torch.Tensor:
         return self._mix_streams(normed, gates, num_streams)
+
+    def norm_streams(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, num_streams: int
+    ) -> torch.Tensor:
+        return self._norm_streams(x, weight, eps, x.shape[-1] // num_streams)
+
+    def map_ngram_table(self, file: GGUFFile, info: TensorInfo) -> Weight:
+        return self.load_weight(file, info)
+
+    def ngram_ids(
+        self, token_ids: torch.Tensor, hashing: NgramHash, table: Weight, state: NgramState, rows: Rows
+    ) -> torch.Tensor:
+        return ngram.ngram_ids(token_ids, hashing, state, rows)
+
+    def ngram_rows(self, table: Weight, ids: torch.Tensor) -> torch.Tensor:
+        return self.embed(table, ids.flatten()).reshape(len(ids), -1)
+
+    def ngram_gate(self, key: torch.Tensor, query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return self._ngram_gate(key, query, value)
+
+    def ngram_conv(
+        self,
+        streams: torch.Tensor,
+        gated: torch.Tensor,
+        normed: torch.Tensor,
+        taps: torch.Tensor,
+        dilation: int,
+        state: NgramState,
+        rows: Rows,
+    ) -> torch.Tensor:
+        return self._ngram_conv(streams, gated, normed, taps, dilation, state, rows)
+
+    def commit_ngram(self, state: NgramState, path: CommittedPath) -> None:
+        ngram.commit_ngram(state, path)
 
     def rope_angles(self, positions: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
         return rope_angles(positions, rope)

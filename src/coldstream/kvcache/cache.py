@@ -11,7 +11,7 @@ from itertools import count
 from typing import Protocol, Self
 
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
-from coldstream.kernels.ops import BLOCK_POSITIONS, MAX_TREE_ROWS, Array, KeptInputs, Ops
+from coldstream.kernels.ops import BLOCK_POSITIONS, MAX_TREE_ROWS, Array, KeptInputs, NgramState, Ops
 from coldstream.placement.plan import FixedPart
 
 MAX_SEQUENCES = 16
@@ -33,6 +33,18 @@ class CacheShape(Protocol):
     def num_value_heads(self) -> int: ...
     @property
     def ssm_state_size(self) -> int: ...
+    @property
+    def ngram_shape(self) -> "NgramShape | None": ...
+
+
+@dataclass(frozen=True)
+class NgramShape:
+    """Of what the n-gram embedding of a layer, which is one with a DeltaNet, keeps of a sequence."""
+
+    layer: int
+    context: int  # tokens
+    history: int  # rows
+    width: int  # of a row
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,7 @@ class DeltaNetState:
     conv_state: Array  # [states, taps − 1, C]
     state: Array  # [states, NV, d, d], key dimension first
     kept: KeptInputs | None = None  # of rows of draft trees; None where there are none
+    ngram: NgramState | None = None  # of a layer with an n-gram embedding
 
 
 LayerState = AttentionState | DeltaNetState
@@ -158,7 +171,7 @@ class ModelCache:
         layers_before = count()
         kv_heads = iter(shape.kv_heads)
 
-        def layer_state(kind: str) -> LayerState:
+        def layer_state(index: int, kind: str) -> LayerState:
             if kind == "attention":
                 num_heads, head_dim = next(kv_heads)
                 kv_shape = (*places, num_heads, layout.row_elements(head_dim))
@@ -166,14 +179,25 @@ class ModelCache:
                     ops.zeros(kv_shape, layout.element), ops.zeros(kv_shape, layout.element)
                 )
             layer = next(layers_before)
-            conv_state, state = (array[layer] for array in self._recurrent)
-            return DeltaNetState(conv_state, state, kept_inputs() if num_tree_rows else None)
+            conv_state, state = (array[layer] for array in self._recurrent[:2])
+            kept = kept_inputs() if num_tree_rows else None
+            ngram = shape.ngram_shape
+            if ngram is None or ngram.layer != index:
+                return DeltaNetState(conv_state, state, kept)
+            return DeltaNetState(conv_state, state, kept, ngram_state(ngram))
 
         def kept_inputs() -> KeptInputs:
             widths = (shape.conv_dim, shape.num_value_heads, shape.num_value_heads)
             return KeptInputs(*(ops.zeros((num_tree_rows, width), "float32") for width in widths))
 
-        self.layers = tuple(layer_state(kind) for kind in shape.layer_kinds)
+        def ngram_state(ngram: NgramShape) -> NgramState:
+            tokens, conv = (array[0] for array in self._recurrent[2:])
+            if not num_tree_rows:
+                return NgramState(tokens, conv)
+            kept = ops.zeros((num_tree_rows,), "int32"), ops.zeros((num_tree_rows, ngram.width), "float32")
+            return NgramState(tokens, conv, *kept)
+
+        self.layers = tuple(layer_state(index, kind) for index, kind in enumerate(shape.layer_kinds))
 
     def _recurrent_arrays(self, shape: CacheShape, ops: Ops) -> tuple[Array, ...]:
         """Of all recurrent layers [layers, states, …], so that one call writes a state of all of them."""
@@ -182,9 +206,17 @@ class ModelCache:
             return ()
         size = shape.ssm_state_size
         states = (num_layers, self.num_states)
-        return (
+        arrays = (
             ops.zeros((*states, shape.conv_kernel - 1, shape.conv_dim), "float32"),
             ops.zeros((*states, shape.num_value_heads, size, size), "float32"),
+        )
+        ngram = shape.ngram_shape
+        if ngram is None:
+            return arrays
+        return (
+            *arrays,
+            ops.zeros((1, self.num_states, ngram.context), "int32"),
+            ops.zeros((1, self.num_states, ngram.history, ngram.width), "float32"),
         )
 
     def with_layers(self, layers: Sequence[int]) -> Self:
@@ -195,12 +227,13 @@ class ModelCache:
 
     def tensors(self) -> tuple[Array, ...]:
         """All arrays, layer by layer."""
-        parts: list[LayerState | KeptInputs] = []
+        parts: list[LayerState | KeptInputs | NgramState] = []
         for layer in self.layers:
             parts.append(layer)
-            if isinstance(layer, DeltaNetState) and layer.kept is not None:
-                parts.append(layer.kept)
-        return tuple(tensor for part in parts for name, tensor in vars(part).items() if name != "kept")
+            if isinstance(layer, DeltaNetState):
+                parts += [part for part in (layer.kept, layer.ngram) if part is not None]
+        found = (tensor for part in parts for tensor in vars(part).values())
+        return tuple(each for each in found if not isinstance(each, KeptInputs | NgramState | None))
 
     @property
     def num_bytes(self) -> int:
@@ -233,7 +266,9 @@ class ModelCache:
 def state_bytes(shape: CacheShape) -> int:
     """Bytes of the recurrent states of one sequence."""
     size = shape.num_value_heads * shape.ssm_state_size**2 + (shape.conv_kernel - 1) * shape.conv_dim
-    return 4 * shape.layer_kinds.count("delta_net") * size
+    ngram = shape.ngram_shape
+    of_ngrams = ngram.context + ngram.history * ngram.width if ngram else 0
+    return 4 * (shape.layer_kinds.count("delta_net") * size + of_ngrams)
 
 
 def context_bytes(shape: CacheShape, context_length: int, kv_type: str) -> int:
@@ -244,7 +279,9 @@ def context_bytes(shape: CacheShape, context_length: int, kv_type: str) -> int:
 
 def kept_bytes(shape: CacheShape) -> int:
     """Bytes of the inputs that are kept of a row of a draft tree."""
-    return 4 * shape.layer_kinds.count("delta_net") * (shape.conv_dim + 2 * shape.num_value_heads)
+    of_ngrams = 1 + shape.ngram_shape.width if shape.ngram_shape else 0
+    of_delta_net = shape.layer_kinds.count("delta_net") * (shape.conv_dim + 2 * shape.num_value_heads)
+    return 4 * (of_delta_net + of_ngrams)
 
 
 def kv_token_bytes(shape: CacheShape, kv_type: str) -> int:

@@ -56,6 +56,9 @@ def _state_parts(cache: ModelCache, state_id: int) -> Iterator[Array]:
         if isinstance(layer, DeltaNetState):
             yield layer.conv_state[state_id]
             yield layer.state[state_id]
+            if layer.ngram is not None:
+                yield layer.ngram.tokens[state_id]
+                yield layer.ngram.conv[state_id]
 
 
 def _num_bytes(part: Array) -> int:

@@ -29,7 +29,7 @@ class Streams:
 
 def enter_streams(ops: Ops, x: Array, weights: HyperConnectionWeights, eps: float) -> tuple[Streams, Array]:
     """Streams that all are x [T, E], and what the first part reads of them, [T, E]."""
-    return _mixed(ops, ops.inject_norm(None, x, None, weights.norm, eps), weights)
+    return mixed_streams(ops, ops.inject_norm(None, x, None, weights.norm, eps), weights)
 
 
 def update_streams(
@@ -37,11 +37,13 @@ def update_streams(
 ) -> tuple[Streams, Array]:
     """The streams after the output of a part, and what the next one reads of them, [T, E]."""
     found = ops.inject_norm(streams.values, update, streams.injection, weights.norm, eps)
-    return _mixed(ops, found, weights)
+    return mixed_streams(ops, found, weights)
 
 
-def _mixed(ops: Ops, found: tuple[Array, Array], weights: HyperConnectionWeights) -> tuple[Streams, Array]:
-    """Streams with the logits of the part that reads them, and what it reads."""
+def mixed_streams(
+    ops: Ops, found: tuple[Array, Array], weights: HyperConnectionWeights
+) -> tuple[Streams, Array]:
+    """Streams with the logits of the part that reads them, and what it reads; found: values and norms."""
     values, normed = found
     if weights.inject is None:
         (low,), injection = ops.linear(normed, (weights.down,)), None

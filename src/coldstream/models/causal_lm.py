@@ -21,20 +21,23 @@ from coldstream.kernels.ops import (
     CommittedPath,
     DeltaNetInputs,
     ExpertOutputs,
+    NgramState,
     Ops,
     RecurrentLayer,
     RopeSpec,
     Rows,
     Weight,
 )
-from coldstream.kvcache.cache import AttentionState, LayerState, ModelCache
+from coldstream.kvcache.cache import AttentionState, DeltaNetState, LayerState, ModelCache
 from coldstream.layers.attention import AttentionWeights, attention, project_attention
 from coldstream.layers.gated_delta_net import (
     GatedDeltaNetWeights,
     gated_delta_net,
     project_gated_delta_net,
 )
+from coldstream.layers.hyper_connections import HyperConnectionWeights, Streams
 from coldstream.layers.moe import MoeWeights, moe
+from coldstream.layers.ngram import NgramInputs, add_ngrams
 from coldstream.layers.residual import Norm, enter, update, values_of
 from coldstream.models.loader import Block, Loader
 from coldstream.models.spec.model_spec import ModelSpec
@@ -92,10 +95,19 @@ class CausalLM:
         """
         if token_ids.shape[0] == 0:
             raise InvalidRequestError("there are no tokens to compute: a forward pass needs at least one")
+        ngram_ids = self.ngram_ids(token_ids, rows, cache)  # first, as their rows may come from a disk
         # No variable holds the embedding here: it would keep its memory from being used again.
         return self.through_blocks(
-            self.ops.embed(self.token_embd, token_ids), self.angles(rows), rows, cache, on_layer
+            self.ops.embed(self.token_embd, token_ids), self.angles(rows), rows, cache, on_layer, ngram_ids
         )
+
+    def ngram_ids(self, token_ids: Array, rows: Rows, cache: ModelCache) -> Array:
+        """`Ops.ngram_ids` of the one layer that has n-grams; None without any. Advances its state."""
+        for block, state in zip(self.blocks, cache.layers, strict=True):
+            if block.ngram is not None:
+                hashing, table = block.ngram.hashing, block.ngram.table
+                return self.ops.ngram_ids(token_ids, hashing, table, ngram_state(state), rows)
+        return None
 
     def angles(self, rows: Rows) -> Angles:
         """`Ops.rope_angles` of the rows, for each rotary embedding that a layer has."""
@@ -104,11 +116,18 @@ class CausalLM:
         return {rope: self.ops.rope_angles(rows.positions, rope) for rope in ropes}
 
     def through_blocks(
-        self, x: Array, angles: Angles, rows: Rows, cache: ModelCache, on_layer: OnLayer = ignore_layer
+        self,
+        x: Array,
+        angles: Angles,
+        rows: Rows,
+        cache: ModelCache,
+        on_layer: OnLayer = ignore_layer,
+        ngram_ids: Array = None,
     ) -> Array:
         """Hidden states after the last norm, [T, E], of what enters the first block, x [T, E].
 
-        on_layer: see `forward`. Advances the states in `cache` that `rows` names.
+        on_layer: see `forward`. ngram_ids: of the layer that has n-grams. Advances the states in `cache` that
+        `rows` names.
         """
         ops, eps = self.ops, self.spec.rms_norm_eps
         norms = [block.attn_norm for block in self.blocks] + [self.output_norm]
@@ -124,9 +143,15 @@ class CausalLM:
             del inputs
             residual, normed = update(ops, residual, mixed, block.ffn_norm, eps, for_router=routes)
             del mixed
-            mixed = self.feed_forward(block, normed, values_of(residual))
-            residual, normed = update(ops, residual, mixed, next_norm, eps)
-            del mixed
+            output, following = self.feed_forward(block, normed, values_of(residual)), layer + 1
+            if following < len(self.blocks) and (ngram := self.blocks[following].ngram) is not None:
+                assert isinstance(residual, Streams)
+                assert isinstance(next_norm, HyperConnectionWeights)
+                of_step = NgramInputs(ngram_ids, ngram_state(cache.layers[following]), rows)
+                residual, normed = add_ngrams(ops, residual, output, ngram, of_step, next_norm, eps)
+            else:
+                residual, normed = update(ops, residual, output, next_norm, eps)
+            del output
             on_layer(layer, values_of(residual))
         return normed
 
@@ -139,6 +164,8 @@ class CausalLM:
                 continue
             assert isinstance(block.mixer, GatedDeltaNetWeights)
             assert state.kept is not None, "a cache for draft trees keeps their inputs"
+            if state.ngram is not None:
+                self.ops.commit_ngram(state.ngram, path)
             recurrent.append(RecurrentLayer(block.mixer.rule, state.conv_state, state.state, state.kept))
         if caches:
             self.ops.commit_attention(caches, path)
@@ -175,3 +202,10 @@ class CausalLM:
         if isinstance(block.ffn, MoeWeights):
             return moe(self.ops, x, block.ffn, residual)
         return self.ops.ffn(x, block.ffn)
+
+
+def ngram_state(state: LayerState) -> NgramState:
+    """What a layer with n-grams keeps of them."""
+    assert isinstance(state, DeltaNetState)
+    assert state.ngram is not None, "a cache of the model has it"
+    return state.ngram

@@ -9,8 +9,10 @@ from coldstream.errors import UnsupportedError
 from coldstream.gguf.messages import shorten
 from coldstream.gguf.quant_types import QuantType
 from coldstream.gguf.reader import GGUFFile, TensorInfo
+from coldstream.kernels.ngram import NGRAM_CACHE_BYTES
 from coldstream.kvcache import state_bytes
 from coldstream.models.spec.layer_specs import AttentionSpec
+from coldstream.models.spec.layer_tensors import NGRAM_TABLE
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.routing_trace import RoutedModel
 from coldstream.placement.sizes import ModelSizes, Products, WindowedLayers, slot_bytes
@@ -43,6 +45,11 @@ def bytes_per_token(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> int:
 def dense_bytes(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> int:
     """Bytes of the weights that every token reads whole."""
     return sum(info.num_bytes for info in tensors.values() if _active_share(spec, info) == 1)
+
+
+def ngram_cache_bytes(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> int:
+    """Bytes of rows of n-grams that a CPU keeps in memory at most."""
+    return 0 if spec.ngram is None else min(NGRAM_CACHE_BYTES, tensors[NGRAM_TABLE].num_bytes)
 
 
 def trunk_bytes(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> int:
@@ -177,6 +184,8 @@ def _active_share(spec: ModelSpec, info: TensorInfo) -> Fraction:
     block = _BLOCK.match(info.name)
     if block and int(block[1]) >= spec.num_layers:
         return Fraction(0)  # a block for multi-token prediction, which plain decoding leaves out
+    if info.name == NGRAM_TABLE:
+        return Fraction(0)  # a few rows of tens of bytes, of which a bounded number stays in memory
     if info.name.endswith((_STACK_END, _BIAS_END)):
         return Fraction(spec.num_experts_per_tok, spec.num_experts)
     if info.name == _EMBEDDING and not spec.tied_output:

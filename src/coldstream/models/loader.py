@@ -22,10 +22,12 @@ from coldstream.layers.attention import AttentionWeights
 from coldstream.layers.gated_delta_net import GatedDeltaNetWeights
 from coldstream.layers.hyper_connections import HyperConnectionWeights
 from coldstream.layers.moe import MoeWeights
+from coldstream.layers.ngram import NgramWeights
 from coldstream.layers.residual import Norm
 from coldstream.models.architectures import ARCHITECTURES, Architecture, GatheredRows
 from coldstream.models.footprint import FFN_MATRICES
-from coldstream.models.spec.layer_specs import AttentionSpec, DeltaNetSpec, DenseFfnSpec, MoeSpec
+from coldstream.models.spec.layer_specs import AttentionSpec, DeltaNetSpec, DenseFfnSpec, MoeSpec, NgramSpec
+from coldstream.models.spec.layer_tensors import NGRAM_TABLE
 from coldstream.models.spec.model_spec import ModelSpec
 
 
@@ -37,6 +39,7 @@ class Block:
     mixer: AttentionWeights | GatedDeltaNetWeights
     ffn_norm: Norm  # before the FFN, whatever the file calls it
     ffn: MoeWeights | FfnWeights
+    ngram: NgramWeights | None = None  # what enters the residual streams before all of it
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,7 @@ class Loader:
             ffn=self.moe(prefix, layer.ffn)
             if isinstance(layer.ffn, MoeSpec)
             else self.dense_ffn(prefix, layer.ffn),
+            ngram=None if layer.ngram is None else self.ngram(prefix, layer.ngram),
         )
 
     def nextn(self, index: int) -> NextnBlock:
@@ -196,6 +200,19 @@ class Loader:
             ssm_beta=self.block_weight(prefix, "ssm_beta", gathered),
             ssm_out=self.weight(f"{prefix}ssm_out"),
             rule=rule,
+        )
+
+    def ngram(self, prefix: str, spec: NgramSpec) -> NgramWeights:
+        return NgramWeights(
+            table=self.ops.map_ngram_table(self.file, self.file.tensors[NGRAM_TABLE]),
+            hashing=spec.hashing,
+            key=self.weight(f"{prefix}ple_key"),
+            value=self.weight(f"{prefix}ple_value"),
+            norm_key=self.vector(f"{prefix}ple_norm_key.weight"),
+            norm_query=self.vector(f"{prefix}ple_norm_query.weight"),
+            norm_conv=self.vector(f"{prefix}ple_norm_conv.weight"),
+            taps=self.vector(f"{prefix}ple_conv1d.weight"),
+            dilation=spec.dilation,
         )
 
     def dense_ffn(self, prefix: str, spec: DenseFfnSpec) -> FfnWeights:

@@ -1,6 +1,7 @@
 """Qwen3.8-Flash-Next against `transformers` and llama.cpp, in texts that its indexer leaves whole."""
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,17 +18,19 @@ from family_cases import (
 )
 from transformers import PreTrainedModel
 
-from bench.runners import open_cpu_runner
+from bench.runners import open_cpu_runner, open_model_file
 from builders import SMALL, TinyModel, make_model, write_model
-from coldstream.errors import ConfigError, InconsistentError, UnsupportedError
+from coldstream.errors import ConfigError, InconsistentError, ModelChangedError, UnsupportedError
+from coldstream.kernels.ngram import NGRAM_CACHE_BYTES
 from coldstream.models import ModelSpec, block_tensors, global_tensors
 from coldstream.models.cuda.memory_plan import check_supported
+from coldstream.models.footprint import dense_bytes, ngram_cache_bytes, trunk_bytes
 from coldstream.models.spec.layer_specs import HyperConnectionSpec, IndexerSpec
 from coldstream.planning.config import EngineConfig
 from coldstream.planning.gather import plan_by_name
 from convert_hf import Variant, convert
 from gguf import GGMLQuantizationType as Type
-from hf_models import hf_logits, tiny_qwen4exp
+from hf_models import NGRAMS, hf_logits, tiny_qwen4exp
 from tools import llama_cpp
 
 # A mixture's gates pass on the rounding of four streams: both programs are as far from the float32 result.
@@ -41,6 +44,19 @@ MIXED_TYPES |= {f"{part}_up": Type.Q5_0 for part in ("hc_attn", "hc_ffn", "outpu
 @functools.cache
 def hf_model(value_heads: int = 6) -> PreTrainedModel:
     return tiny_qwen4exp(linear_num_value_heads=value_heads)
+
+
+@functools.cache
+def hf_ngrams() -> PreTrainedModel:
+    return tiny_qwen4exp(**NGRAMS)
+
+
+def ids_with_ends(count: int) -> list[int]:
+    """Tokens behind which n-grams begin anew, also two of them side by side."""
+    ids = random_ids(count)
+    for place in (0, 40, 41, 60, 62):
+        ids[place] = NGRAMS["eos_token_id"]
+    return ids
 
 
 @pytest.mark.sharded(4)
@@ -60,6 +76,19 @@ def test_logits_equal_llama_cpp(tmp_path: Path) -> None:
     ids = random_ids(100)
     path = convert(hf_model(), tmp_path / "model.gguf")
     assert np.abs(cpu_logits(path, ids, "f32") - llama_cpp.logits(path, ids)).max() < 1e-4
+
+
+@pytest.mark.sharded(2)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_logits_with_ngrams_equal_transformers_and_llama_cpp(seed: int, tmp_path: Path) -> None:
+    """Both read the table in the file; rows are read before the layer that they enter."""
+    ids, model = ids_with_ends(120 + seed), hf_ngrams()
+    path = convert(model, tmp_path / "model.gguf", Variant({"per_layer_token_embd": Type.F16}))
+    found, expected = cpu_logits(path, ids, "f32"), hf_logits(model, ids).numpy()
+    assert expected.std() > 1
+    assert np.abs(found - llama_cpp.logits(path, ids)).max() < 1e-3
+    path = convert(model, tmp_path / "f32.gguf")
+    assert np.abs(cpu_logits(path, ids, "f32") - expected).max() < 1e-4
 
 
 @pytest.mark.sharded
@@ -139,7 +168,13 @@ def test_block_sizes_that_a_converter_lost_are_noticed(
 @pytest.mark.parametrize(
     ("name", "value", "error", "message"),
     [
-        ("ple.layers", [1], UnsupportedError, r"ple\.layers.*n-gram embeddings are not computed yet"),
+        ("ple.layers", [1, 2], UnsupportedError, r"\[1, 2\], supported: n-grams before one layer"),
+        ("ple.layers", [0], UnsupportedError, r"0, supported: n-grams before a layer after the first"),
+        ("ple.layers", [3], InconsistentError, r"layer 3 attends"),
+        ("ple.head_offsets", [0, 97, 198], InconsistentError, r"3 numbers, expected 4"),
+        ("ple.head_vocab_sizes", [97, 0, 1, 1], InconsistentError, r"0 rows from 97 on"),
+        ("ple.head_vocab_sizes", [97, 101, 103, 400], InconsistentError, r"\[701 or more, 8\]"),
+        ("ple.conv_kernel", 7, UnsupportedError, r"7 rows, 3 rows apart each, supported: up to 16 rows back"),
         ("hyper_connection.count", 1, InconsistentError, r"hyper_connection\.count"),
         ("attention.indexer.top_k", 2050, InconsistentError, r"2050 positions are no whole blocks of 4"),
         ("attention.compress_ratios", [4, 0, 0, 8], UnsupportedError, r"compress_ratios.*differs between"),
@@ -153,15 +188,15 @@ def test_what_is_refused(
     spec_of: Callable[[TinyModel], ModelSpec],
 ) -> None:
     with pytest.raises(error, match=message):
-        spec_of(key(tiny(), name, value))
+        spec_of(key(tiny(ngrams=True), name, value))
 
 
 @pytest.mark.sharded(of="models on the CPU")
 def test_every_tensor_is_required(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
-    for name in tiny(nextn=True).tensors:
+    for name in tiny(nextn=True, ngrams=True).tensors:
         if name == "output.weight":
             continue  # without it the output is tied
-        model = tiny(nextn=True)
+        model = tiny(nextn=True, ngrams=True)
         del model.tensors[name]
         with pytest.raises(InconsistentError, match=name.replace(".", r"\.") + ".* is missing"):
             spec_of(model)
@@ -179,13 +214,13 @@ def test_tensors_of_other_families_are_refused(name: str, spec_of: Callable[[Tin
 
 def test_tensors_of_published_files(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
     """36 layers with a DeltaNet and 12 that attend have 1,224 tensors with the n-gram table, as published."""
-    spec = spec_of(tiny())
-    first, *_, last, beside = (
+    spec = spec_of(tiny(ngrams=True))
+    first, with_ngrams, _, last, beside = (
         sum(len(requirement[0]) for requirement in requirements)
         for requirements in (*(block_tensors(spec, layer) for layer in range(4)), global_tensors(spec))
     )
-    of_ngrams = 7  # the table, two projections, three norms and a convolution
-    assert 36 * first + 12 * last + beside + of_ngrams == 1224
+    table = 1
+    assert 35 * first + with_ngrams + 12 * last + beside + table == 1224
 
 
 def test_norms_that_lack_their_one_are_noticed(tmp_path: Path) -> None:
@@ -195,6 +230,44 @@ def test_norms_that_lack_their_one_are_noticed(tmp_path: Path) -> None:
     write_model(tmp_path / "tiny.gguf", model)
     with open_cpu_runner(tmp_path / "tiny.gguf", threads=1, context_length=8, kv_type="f32") as runner:
         assert [each for each in runner.warnings if "hc_attn_norm weights are centred on" in each]
+
+
+def test_ngrams_are_refused_on_a_gpu(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
+    with pytest.raises(
+        UnsupportedError, match="no GPU kernels for n-gram embeddings are there yet; use --device"
+    ):
+        check_supported(spec_of(tiny(ngrams=True)))
+
+
+def test_the_table_of_ngrams_is_in_no_sum_of_memory(tmp_path: Path) -> None:
+    """But for the rows that a CPU keeps, which are bounded; a published table has 27 GiB."""
+    plain, with_ngrams = (
+        write_model(tmp_path / f"{flag}.gguf", make_model("qwen4exp", ngrams=flag))[0]
+        for flag in (False, True)
+    )
+    (file, spec), (more, wide) = open_model_file(plain), open_model_file(with_ngrams)
+    with file, more:
+        table = more.tensors["per_layer_token_embd.weight"].num_bytes
+        entering = sum(info.num_bytes for name, info in more.tensors.items() if ".ple_" in name)
+        assert dense_bytes(wide, more.tensors) == dense_bytes(spec, file.tensors) + entering
+        assert trunk_bytes(wide, more.tensors) == trunk_bytes(spec, file.tensors) + entering
+        assert ngram_cache_bytes(spec, file.tensors) == 0
+        assert ngram_cache_bytes(wide, more.tensors) == table
+        huge = replace(more.tensors["per_layer_token_embd.weight"], num_bytes=1 << 35)
+        tensors = {**more.tensors, huge.name: huge}
+        assert ngram_cache_bytes(wide, tensors) == NGRAM_CACHE_BYTES
+
+
+@pytest.mark.sharded(of="models on the CPU")
+def test_fl01_a_table_that_shrinks_is_an_error(tmp_path: Path) -> None:
+    """Also where nothing else of the file is missed."""
+    model = make_model("qwen4exp", ngrams=True, types={"per_layer_*": "F32"})
+    model.tensors["per_layer_token_embd.weight"] = model.tensors.pop("per_layer_token_embd.weight")  # last
+    (path,) = write_model(tmp_path / "tiny.gguf", model)
+    with open_cpu_runner(path, threads=2, context_length=64) as runner:
+        os.truncate(path, path.stat().st_size - 300 * 4 * 64)
+        with pytest.raises(ModelChangedError, match=r"tiny\.gguf"):
+            runner.logits(random_ids(60))
 
 
 def test_streams_without_a_gpu_kernel_are_refused(spec_of: Callable[[TinyModel], ModelSpec]) -> None:

@@ -17,6 +17,7 @@ from coldstream.gguf.messages import INCOMPLETE, RECONVERT, shorten
 from coldstream.gguf.reader import TensorInfo
 from coldstream.models.architectures import ARCHITECTURES
 from coldstream.models.spec.layer_tensors import (
+    NGRAM_TABLE,
     Group,
     Requirement,
     Shape,
@@ -78,7 +79,7 @@ def validate_tensors(
     lies and both shapes. Reads nothing.
     """
     _refuse_scaled_weights(spec, tensors, path)
-    known: set[str] = set()
+    known = set(_ngram_table(spec, tensors, path))
     for requirement in _requirements(spec):
         known.update(_check(requirement, tensors, path))
     others = tuple(name for name in tensors if name not in known)
@@ -102,6 +103,22 @@ def _requirements(spec: ModelSpec) -> Iterator[Requirement]:
     yield from global_tensors(spec)
     for block in range(spec.num_blocks):
         yield from block_tensors(spec, block)
+
+
+def _ngram_table(spec: ModelSpec, tensors: Mapping[str, TensorInfo], path: Path) -> tuple[str, ...]:
+    """The table of n-grams that a model may need; converters pad its rows."""
+    if spec.ngram is None:
+        return ()
+    columns, least = spec.ngram.columns, spec.ngram.least_rows
+    info = tensors.get(NGRAM_TABLE)
+    if info is None:
+        raise InconsistentError(
+            f"{shorten(path)}: the tensor {NGRAM_TABLE} [{least}, {columns}] is missing: {INCOMPLETE}"
+        )
+    if len(info.shape) != 2 or info.shape[0] < least or info.shape[1] != columns:
+        problem = f"has shape {list(info.shape)}, expected [{least} or more, {columns}]: {RECONVERT}"
+        raise InconsistentError(f"{_place(info, path)} {problem}")
+    return (NGRAM_TABLE,)
 
 
 def _check(requirement: Requirement, tensors: Mapping[str, TensorInfo], path: Path) -> Group:

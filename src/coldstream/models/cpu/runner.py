@@ -1,14 +1,16 @@
 """A model on the CPU: weights mapped, the forward pass captured once and replayed by C++."""
 
+import os
 from collections.abc import Collection
 from typing import Self
 
 import numpy as np
 
-from coldstream.errors import host_memory_errors
+from coldstream.errors import ModelChangedError, StorageError, host_memory_errors
 from coldstream.experts.cpu.disk_tier import DiskStatistics, DiskTier
 from coldstream.experts.cpu.pooled_ops import PooledCpuOps, UnreadPooledCpuOps
 from coldstream.experts.expert_map import ExpertMap, ExpertUses
+from coldstream.gguf.messages import shorten
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cpu_ops import CpuOps, RoutingCpuOps, UnreadCpuOps, UnreadRoutingCpuOps
 from coldstream.kernels.ops import MAX_TREE_ROWS
@@ -20,7 +22,7 @@ from coldstream.models.cpu.dflash import CpuDflash
 from coldstream.models.cpu.mtp import BRANCHING, CpuMtp
 from coldstream.models.dflash.file import DflashFile
 from coldstream.models.expert_stacks import disk_tier_of
-from coldstream.models.footprint import dense_bytes
+from coldstream.models.footprint import dense_bytes, ngram_cache_bytes
 from coldstream.models.runner import Array, ModelRunner, Progress
 from coldstream.models.runner_capacity import RunnerCapacity
 from coldstream.models.spec.model_spec import ModelSpec
@@ -172,7 +174,7 @@ class CpuRunner(ModelRunner):
             ctx_size=ctx_size,
             kv_type=capacity.kv_type,
             chunk_size=cls.chunk_size,
-            weights=dense_bytes(spec, file.tensors),
+            weights=dense_bytes(spec, file.tensors) + ngram_cache_bytes(spec, file.tensors),
             caches=unread._sequences.tensors.num_bytes,
             workspace=unread.activation_bytes,
             num_sequences=unread.cache_size.num_states,
@@ -256,6 +258,7 @@ class CpuRunner(ModelRunner):
     def _run_trunk(self, count: int) -> None:
         if self._disk is None:
             self._trunk.run(count)
+            self._check_ngrams()
             if self._uses is not None and count <= MAX_TREE_ROWS:  # more rows are those of prompts
                 assert isinstance(self._ops, RoutingCpuOps), "mapped experts are chosen by ops that keep ids"
                 ids = np.concatenate([each[:count] for each in self._ops.topk_ids])
@@ -264,10 +267,22 @@ class CpuRunner(ModelRunner):
         self._disk.begin_step(count)
         try:
             self._trunk.run(count)
+            self._check_ngrams()
             self._disk.end_step()
         except BaseException:
             self._disk.forget()
             raise
+
+    def _check_ngrams(self) -> None:
+        """Raises ModelChangedError or StorageError if rows of a table of n-grams could not be read."""
+        for table in self._ops.ngram_tables:
+            if table.problem < 0:
+                name = shorten(self.file.paths[0])
+                raise ModelChangedError(
+                    f"{name} has become shorter: restore the file and load the model again"
+                )
+            if table.problem:
+                raise StorageError(f"a row of n-grams cannot be read: {os.strerror(table.problem)}")
 
     def _logits_of(self, rows: Array) -> Array:
         logits = np.empty((len(rows), self.spec.vocab_size), np.float32)

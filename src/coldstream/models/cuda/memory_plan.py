@@ -224,6 +224,8 @@ def check_supported(spec: ModelSpec) -> None:
         f"{spec.num_experts} experts: at most {MAX_EXPERTS}": spec.num_experts > MAX_EXPERTS,
         **_missing_streams(spec),
     }
+    if spec.ngram is not None:
+        raise UnsupportedError("no GPU kernels for n-gram embeddings are there yet; use --device cpu")
     for what, is_missing in wanted.items():
         if is_missing:
             raise UnsupportedError(f"no GPU kernels for {what} are supported; use --device cpu")

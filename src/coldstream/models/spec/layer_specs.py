@@ -12,6 +12,7 @@ from coldstream.kernels.ops import (
     SWIGLU,
     Activation,
     DeltaNetGate,
+    NgramHash,
     OutputGate,
     RopeSpec,
     RouterSpec,
@@ -44,6 +45,29 @@ class HyperConnectionSpec:
 
     num_streams: int
     rank: int  # of the product that gates the mixture
+
+
+@dataclass(frozen=True)
+class NgramSpec:
+    """What hashes of the last tokens add to the residual streams before a layer, from rows of a table."""
+
+    hashing: NgramHash
+    columns: int  # of a row of the table
+    num_taps: int  # of the convolution over rows, as many rows apart as the longest n-gram has tokens
+
+    @property
+    def width(self) -> int:
+        """Of all rows of a token side by side."""
+        return len(self.hashing.sizes) * self.columns
+
+    @property
+    def least_rows(self) -> int:
+        """Of the table."""
+        return max(map(sum, zip(self.hashing.offsets, self.hashing.sizes, strict=True)))
+
+    @property
+    def dilation(self) -> int:
+        return len(self.hashing.multipliers)
 
 
 @dataclass(frozen=True)
@@ -158,6 +182,7 @@ class LayerSpec:
     mixer: AttentionSpec | DeltaNetSpec
     ffn: MoeSpec | DenseFfnSpec
     hyper_connections: HyperConnectionSpec | None = None
+    ngram: NgramSpec | None = None
 
     @property
     def kind(self) -> LayerKind:

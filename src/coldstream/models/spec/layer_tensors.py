@@ -6,6 +6,7 @@ with or without `.bias`.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Final
 
 from coldstream.models.spec.layer_specs import (
     AttentionSpec,
@@ -15,8 +16,10 @@ from coldstream.models.spec.layer_specs import (
     IndexerSpec,
     LayerSpec,
     MoeSpec,
+    NgramSpec,
 )
 
+NGRAM_TABLE: Final = "per_layer_token_embd.weight"  # of the n-grams of one layer, outside its block
 Shape = tuple[int, ...]
 Group = dict[str, tuple[Shape, ...]]  # tensors that come together: name → the shapes it may have
 Requirement = tuple[
@@ -96,6 +99,21 @@ def indexer_tensors(spec: IndexerSpec, hidden: int) -> tuple[Requirement, ...]:
             "indexer.k_proj.weight": (spec.head_dim, hidden),
             "indexer.q_norm.weight": (spec.head_dim,),
             "indexer.k_norm.weight": (spec.head_dim,),
+        }
+    )
+
+
+def ngram_tensors(spec: NgramSpec, streams: int, hidden: int) -> tuple[Requirement, ...]:
+    """How n-grams enter the residual streams; the table itself belongs to no block."""
+    width = streams * hidden
+    return each(
+        {
+            "ple_key.weight": (width, spec.width),
+            "ple_value.weight": (hidden, spec.width),
+            "ple_norm_key.weight": (width,),
+            "ple_norm_query.weight": (width,),
+            "ple_norm_conv.weight": (width,),
+            "ple_conv1d.weight": (width, spec.num_taps),
         }
     )
 

@@ -6,6 +6,7 @@ Knows nothing of files, weights, devices or what a layer computes; `models/read_
 from dataclasses import dataclass, replace
 from typing import Self
 
+from coldstream.kvcache.cache import NgramShape
 from coldstream.models.spec.layer_specs import (
     NO_DELTA_NET,
     NO_EXPERTS,
@@ -16,6 +17,7 @@ from coldstream.models.spec.layer_specs import (
     LayerKind,
     LayerSpec,
     MoeSpec,
+    NgramSpec,
 )
 
 
@@ -78,6 +80,28 @@ class ModelSpec:
     def hyper_connections(self) -> HyperConnectionSpec | None:
         """The residual streams of all blocks; None for one stream with norms."""
         return self.layers[0].hyper_connections
+
+    @property
+    def ngram_layer(self) -> int | None:
+        """The layer before which n-grams enter the residual streams; None for a model without any."""
+        return next((index for index, layer in enumerate(self.layers) if layer.ngram), None)
+
+    @property
+    def ngram(self) -> NgramSpec | None:
+        return None if self.ngram_layer is None else self.layers[self.ngram_layer].ngram
+
+    @property
+    def ngram_shape(self) -> NgramShape | None:
+        """Of what n-grams keep of a sequence."""
+        layer, ngram, streams = self.ngram_layer, self.ngram, self.hyper_connections
+        if layer is None or ngram is None or streams is None:
+            return None
+        return NgramShape(
+            layer=layer,
+            context=len(ngram.hashing.multipliers) - 1,
+            history=(ngram.num_taps - 1) * ngram.dilation,
+            width=streams.num_streams * self.hidden_size,
+        )
 
     @property
     def drafts_by_mtp(self) -> bool:

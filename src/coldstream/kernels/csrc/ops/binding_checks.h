@@ -12,6 +12,7 @@ using Array3d = nb::ndarray<float, nb::ndim<3>, nb::device::cpu>;
 using Doubles1d = nb::ndarray<double, nb::ndim<1>, nb::device::cpu>;
 using Ids1d = nb::ndarray<int32_t, nb::ndim<1>, nb::device::cpu>;
 using Ids2d = nb::ndarray<int32_t, nb::ndim<2>, nb::device::cpu>;
+using State3d = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 
 [[noreturn]] inline void refuse(const std::string& message) { throw std::invalid_argument(message); }
 
@@ -80,6 +81,31 @@ T field(const nb::object& record, const char* name, bool converts = false) {
   if (!nb::try_cast(record.attr(name), value, converts))
     refuse(std::string(name) + " has a wrong type or shape");
   return value;
+}
+
+// `BatchRows` of kernels/ops.py; the creator of a graph keeps its arrays alive.
+struct BatchRows {
+  Ids1d segments;
+  Ids2d tables;
+  Ids1d indices, parents, kept;
+};
+
+inline RowLayout layout_of(const int32_t* positions, const int32_t* state_ids, const BatchRows* rows,
+                           int64_t num_rows) {
+  RowLayout layout = {positions, state_ids};
+  if (rows == nullptr) return layout;
+  const int64_t num_segments = size_of(rows->tables, 0), num_blocks = size_of(rows->tables, 1);
+  check_contiguous(rows->tables, "tables", {num_segments, num_blocks});
+  layout.batch = {
+      .segments = ids(rows->segments, "segments", num_rows),
+      .tables = rows->tables.data(),
+      .num_segments = num_segments,
+      .num_blocks = num_blocks,
+      .indices = ids(rows->indices, "indices", num_rows),
+      .parents = ids(rows->parents, "parents", num_rows),
+      .kept = ids(rows->kept, "kept", num_rows),
+  };
+  return layout;
 }
 
 template <typename... A>

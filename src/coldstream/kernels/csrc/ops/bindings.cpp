@@ -278,6 +278,7 @@ void bind_row_ops(nb::module_& m) {
 void bind_ops(nb::module_& m) {
   bind_row_ops(m);
   bind_mixers(m);
+  bind_ngram(m);
 }
 
 }  // namespace coldstream

@@ -163,6 +163,8 @@ struct FloatKernels {
   // out = x + 2 · sigmoid(*logit / divisor) · update
   void (*inject)(const float* x, const float* update, const float* logit, float divisor, float* out,
                  int64_t n);
+  // out = sigmoid(logit) · x
+  void (*open_gate)(const float* x, float logit, float* out, int64_t n);
   // out = silu(x / divisor)
   void (*scaled_silu)(const float* x, float divisor, float* out, int64_t n);
   // out = Σ_c sigmoid(gates[c · stride]) · x[c · stride] / count, c ascending below count

@@ -128,6 +128,11 @@ static void inject(const float* x, const float* update, const float* logit, floa
   }
 }
 
+static void open_gate(const float* x, float logit, float* out, int64_t n) {
+  const Vec16 gate = sigmoid16(splat16(logit));
+  for (int64_t i = 0; i < n; i += 16) store16(out + i, mul16(gate, load16(x + i, n - i)), n - i);
+}
+
 static void scaled_silu(const float* x, float divisor, float* out, int64_t n) {
   for (int64_t i = 0; i < n; i += 16) {
     store16(out + i, silu16(div16(load16(x + i, n - i), splat16(divisor))), n - i);

@@ -7,6 +7,7 @@
 .l2_norm = l2_norm,
 .combine = combine_experts,
 .inject = inject,
+.open_gate = open_gate,
 .scaled_silu = scaled_silu,
 .mix_streams = mix_streams,
 .rope = rope,

@@ -16,7 +16,6 @@ namespace {
 using namespace nb::literals;
 
 using Cache4d = nb::ndarray<nb::ndim<4>, nb::device::cpu>;
-using State3d = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 using State4d = nb::ndarray<float, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
 
 void check_head_size(int64_t size, const char* what) {
@@ -47,31 +46,7 @@ CacheType check_caches(const Cache4d& k_cache, const Cache4d& v_cache, int64_t s
   return k_cache.dtype() == half ? CacheType::f16 : CacheType::f32;
 }
 
-// `BatchRows` of kernels/ops.py; the creator of a graph keeps its arrays alive.
-struct BatchRows {
-  Ids1d segments;
-  Ids2d tables;
-  Ids1d indices, parents, kept;
-};
 using OptionalKept = std::optional<std::tuple<Array2d, Array2d, Array2d>>;
-
-RowLayout layout_of(const int32_t* positions, const int32_t* state_ids, const BatchRows* rows,
-                    int64_t num_rows) {
-  RowLayout layout = {positions, state_ids};
-  if (rows == nullptr) return layout;
-  const int64_t num_segments = size_of(rows->tables, 0), num_blocks = size_of(rows->tables, 1);
-  check_contiguous(rows->tables, "tables", {num_segments, num_blocks});
-  layout.batch = {
-      .segments = ids(rows->segments, "segments", num_rows),
-      .tables = rows->tables.data(),
-      .num_segments = num_segments,
-      .num_blocks = num_blocks,
-      .indices = ids(rows->indices, "indices", num_rows),
-      .parents = ids(rows->parents, "parents", num_rows),
-      .kept = ids(rows->kept, "kept", num_rows),
-  };
-  return layout;
-}
 
 KeptInputs kept_of(const OptionalKept& kept, int64_t channels, int64_t heads) {
   if (!kept) return {};
