@@ -68,6 +68,19 @@ def test_both_definitions_are_near_plain_softmax_attention(
         assert (found - expected).norm() <= tolerance * expected.norm()
 
 
+@pytest.mark.parametrize("cache_name", ["i16", "i8"])
+@pytest.mark.parametrize("heads", [(8, 1, 64), (2, 1, 512)])
+def test_heads_of_64_and_512_have_the_bits_of_the_definition(
+    runtimes: list[_csrc.Runtime], cache_name: str, heads: tuple[int, int, int]
+) -> None:
+    """Those of gpt-oss, and of gemma4's layers without a window."""
+    kind = Kind(output_gate="none", scale=1.0, v_norm=True, has_sinks=True)
+    for parts in ([Part(250, 12)], [Part(70, 1), Part(63, 5, (-1, 0, 0, 2, 1))]):
+        case = BatchCase(parts, cache_name, heads, None, 3, kind=kind)
+        found = run_everywhere(case.on_cpu, runtimes)
+        assert all(same_bits(a, b) for a, b in zip(case.expected(), found, strict=True))
+
+
 @pytest.mark.sharded
 @pytest.mark.parametrize("cache_name", ["f16", "f32"])
 def test_over_floats_they_have_the_bits_of_the_definition(
