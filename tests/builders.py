@@ -161,7 +161,8 @@ def make_model(
     expert_biases: bool = False,
     ngrams: bool = False,
 ) -> TinyModel:
-    """A model of `arch` ("qwen35", "qwen35moe", "qwen3next", "qwen3moe", "qwen4exp" or "laguna").
+    """A model of `arch` ("qwen35", "qwen35moe", "qwen3next", "qwen3moe", "qwen4exp", "laguna" or
+    "gpt-oss").
 
     quant            type of all matrices but the router, the convolution and the shared expert's gate (F32)
     types            overrides by pattern of tensor name, {"*_exps.weight": "Q4_K"}; the last match counts
@@ -191,7 +192,7 @@ def make_model(
         head_counts = mixed.head_counts
         metadata |= {f"{arch}.{key}": value for key, value in mixed.keys.items()}
     # With DeltaNet layers, and then gates of attention and a shared expert.
-    is_hybrid = arch not in ("qwen3moe", "laguna")
+    is_hybrid = arch not in ("qwen3moe", "laguna", "gpt-oss")
     if tokenizer:
         metadata |= tokenizer_metadata(dims.vocab)
     tensors: dict[str, np.ndarray] = {"token_embd.weight": rng.normal(0, 1, (dims.vocab, dims.hidden))}
@@ -220,6 +221,8 @@ def make_model(
         if is_laguna:
             gates = own.heads * (dims.head_dim if element_gates else 1)
             parts["attn_gate.weight"] = _matrix(rng, gates, dims.hidden)
+        if arch == "gpt-oss":
+            parts = _as_gpt_oss(rng, dims, parts)
         parts |= {} if is_trunk else _nextn(rng, dims, arch)
         tensors |= {f"blk.{block}.{name}": values for name, values in parts.items()}
     if ngrams:
@@ -253,6 +256,15 @@ def write_model(path: Path, model: TinyModel, num_shards: int = 1) -> list[Path]
     writer.write_tensors_to_file()
     writer.close()
     return paths
+
+
+def read_model(path: Path) -> TinyModel:
+    """The contents of a file of float32 tensors."""
+    reader = gguf.GGUFReader(path)
+    fields = {name: each.contents() for name, each in reader.fields.items() if "." in name}
+    arch = fields.pop("general.architecture")
+    tensors = {each.name: each.data.copy() for each in reader.tensors}
+    return TinyModel(arch, {name: value for name, value in fields.items() if value is not None}, tensors)
 
 
 def tokenizer_metadata(vocab_size: int) -> dict[str, Any]:
@@ -331,6 +343,10 @@ def _hyperparameters(arch: str, dims: Dims, nextn: bool) -> dict[str, Any]:
         values |= _laguna_hyperparameters(dims)
         others = ("ssm.", "full_attention_interval", "rope.dimension_sections")
         values = {name: value for name, value in values.items() if not name.startswith(others)}
+    if arch == "gpt-oss":
+        values |= _gpt_oss_hyperparameters(dims)
+        others = ("ssm.", "full_attention_interval", "rope.dimension_", "expert_shared_")
+        values = {name: value for name, value in values.items() if not name.startswith(others)}
     if arch == "qwen3moe":
         others = ("ssm.", "full_attention_interval", "rope.dimension_count", "expert_shared_")
         values = {name: value for name, value in values.items() if not name.startswith(others)}
@@ -352,6 +368,18 @@ def _laguna_hyperparameters(dims: Dims) -> dict[str, Any]:
         "rope.scaling.yarn_beta_fast": 16.0,
         "rope.scaling.yarn_beta_slow": 1.0,
         "rope.scaling.yarn_attn_factor": 1.0,
+    }
+
+
+def _gpt_oss_hyperparameters(dims: Dims) -> dict[str, Any]:
+    """The first of two layers has a window, which no key says."""
+    return {
+        "feed_forward_length": dims.expert_ffn,
+        "attention.sliding_window": 5,
+        "rope.freq_base": 150000.0,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 8.0,
+        "rope.scaling.original_context_length": 64,
     }
 
 
@@ -508,6 +536,24 @@ def _experts(rng: np.random.Generator, dims: Dims, fused: bool, shared: bool) ->
         "ffn_up_shexp.weight": _matrix(rng, dims.shared_ffn, dims.hidden),
         "ffn_down_shexp.weight": _matrix(rng, dims.hidden, dims.shared_ffn),
     }
+
+
+def _as_gpt_oss(rng: np.random.Generator, dims: Dims, parts: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A block of `parts` with biases and sinks, without norms of queries and keys."""
+    kept = {
+        name: values for name, values in parts.items() if name[5:] not in ("q_norm.weight", "k_norm.weight")
+    }
+    kept["post_attention_norm.weight"] = kept.pop("ffn_norm.weight")
+    width, kv_width = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
+    biases = {
+        "attn_q.bias": width,
+        "attn_k.bias": kv_width,
+        "attn_v.bias": kv_width,
+        "attn_output.bias": dims.hidden,
+        "ffn_gate_inp.bias": dims.experts,
+    }
+    vectors = {name: rng.normal(0, 0.3, size) for name, size in biases.items()}
+    return kept | vectors | _expert_biases(rng, dims) | {"attn_sinks.weight": rng.normal(1, 2, dims.heads)}
 
 
 def _expert_biases(rng: np.random.Generator, dims: Dims) -> dict[str, np.ndarray]:

@@ -27,8 +27,10 @@ ARCHITECTURES = {
     "qwen3_next": "qwen3next",
     "qwen4_exp_text": "qwen4exp",
     "laguna": "laguna",
+    "gpt_oss": "gpt-oss",
 }
 OF_LLAMA = ("qwen3_moe", "laguna")  # whose norms multiply by their weights, and lie where Llama has them
+PLAIN_NORMS = (*OF_LLAMA, "gpt_oss")  # whose norms multiply by their weights
 Tensors = Iterator[tuple[str, np.ndarray]]
 
 COMMON_NAMES = {
@@ -41,6 +43,11 @@ COMMON_NAMES = {
     "self_attn.q_norm.weight": "attn_q_norm.weight",
     "self_attn.k_norm.weight": "attn_k_norm.weight",
     "self_attn.g_proj.weight": "attn_gate.weight",
+    "self_attn.q_proj.bias": "attn_q.bias",
+    "self_attn.k_proj.bias": "attn_k.bias",
+    "self_attn.v_proj.bias": "attn_v.bias",
+    "self_attn.o_proj.bias": "attn_output.bias",
+    "self_attn.sinks": "attn_sinks.weight",
     "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
     "linear_attn.in_proj_z.weight": "attn_gate.weight",
     "linear_attn.in_proj_qkvz.weight": "ssm_in.weight",
@@ -76,6 +83,10 @@ COMMON_NAMES = {
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.experts.gate_up_proj": "ffn_gate_up_exps.weight",
     "mlp.experts.down_proj": "ffn_down_exps.weight",
+    "mlp.router.weight": "ffn_gate_inp.weight",
+    "mlp.router.bias": "ffn_gate_inp.bias",
+    "mlp.experts.gate_up_proj_bias": "ffn_gate_up_exps.bias",
+    "mlp.experts.down_proj_bias": "ffn_down_exps.bias",
     "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
     "mlp.shared_expert.gate_proj.weight": "ffn_gate_shexp.weight",
     "mlp.shared_expert.up_proj.weight": "ffn_up_shexp.weight",
@@ -151,7 +162,7 @@ def add_hyperparameters(writer: GGUFWriter, config, variant: Variant) -> None:
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
     }
-    if prefix != "qwen3moe":
+    if prefix not in ("qwen3moe", "gpt-oss"):
         integers["rope.dimension_count"] = int(config.head_dim * rope["partial_rotary_factor"])
     if hasattr(config, "linear_num_key_heads"):
         integers |= delta_net_hyperparameters(config)
@@ -160,11 +171,15 @@ def add_hyperparameters(writer: GGUFWriter, config, variant: Variant) -> None:
     if hasattr(config, "num_experts"):
         integers["expert_count"] = config.num_experts
         integers["expert_used_count"] = config.num_experts_per_tok
-        integers["expert_feed_forward_length"] = config.moe_intermediate_size
+        size = config.intermediate_size if prefix == "gpt-oss" else config.moe_intermediate_size
+        integers["expert_feed_forward_length"] = size
         if hasattr(config, "shared_expert_intermediate_size"):
             integers["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
     else:
         integers["feed_forward_length"] = config.intermediate_size
+    if prefix == "gpt-oss":
+        integers["feed_forward_length"] = config.intermediate_size
+        integers["attention.sliding_window"] = config.sliding_window
     if variant.mtp_block:
         integers["nextn_predict_layers"] = 1
     if prefix == "qwen4exp":
@@ -317,6 +332,8 @@ def block_tensors(model: PreTrainedModel, source: int, block: int, variant: Vari
         for name, parameter in model.named_parameters()
         if name.startswith(prefix) and not name.endswith("ngram_embedding.weight")
     }
+    if model.config.model_type == "gpt_oss":
+        tensors = with_rows_of_experts(tensors)
     if model.config.model_type in OF_LLAMA:
         tensors["ffn_norm.weight"] = tensors.pop("post_attention_norm.weight")
     if "ffn_gate_up_exps.weight" in tensors and not variant.fused_experts:
@@ -338,13 +355,27 @@ def block_tensors(model: PreTrainedModel, source: int, block: int, variant: Vari
         yield f"blk.{block}.{name}", values
 
 
+def with_rows_of_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Experts of gpt-oss, whose checkpoint has them transposed, and gate and up column by column in turn."""
+    fused = tensors.pop("ffn_gate_up_exps.weight").swapaxes(1, 2)
+    biases = tensors.pop("ffn_gate_up_exps.bias")
+    down = tensors.pop("ffn_down_exps.weight").swapaxes(1, 2)
+    return tensors | {
+        "ffn_gate_exps.weight": fused[:, ::2],
+        "ffn_up_exps.weight": fused[:, 1::2],
+        "ffn_gate_exps.bias": biases[:, ::2],
+        "ffn_up_exps.bias": biases[:, 1::2],
+        "ffn_down_exps.weight": down,
+    }
+
+
 def transform(name: str, values: np.ndarray, config, variant: Variant) -> np.ndarray:
     """A tensor of the checkpoint in GGUF's conventions."""
     part = name.removeprefix("linear_attn.")
     if part == "ple.conv1d.weight":
         return values.squeeze(1)
     if part == name:
-        return values + 1 if "norm" in name and config.model_type not in OF_LLAMA else values
+        return values + 1 if "norm" in name and config.model_type not in PLAIN_NORMS else values
     if part == "A_log":
         values = -np.exp(values)
     elif part == "conv1d.weight":
@@ -393,6 +424,8 @@ def add_tensor(writer: GGUFWriter, name: str, values: np.ndarray, variant: Varia
 
 def tensor_type(name: str, values: np.ndarray, variant: Variant) -> GGMLQuantizationType:
     stem = name.removesuffix(".weight").split(".")[-1]
+    if name.endswith(".bias"):
+        return F32
     if values.ndim == 1 and stem not in variant.types:
         return F32
     default = F32 if name.endswith(SMALL_WEIGHTS) else variant.types.get("", F32)

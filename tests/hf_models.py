@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.models.gpt_oss import GptOssConfig, GptOssForCausalLM
 from transformers.models.laguna import LagunaConfig, LagunaForCausalLM
 from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
@@ -208,6 +209,41 @@ def tiny_laguna(
     return model.eval()
 
 
+def tiny_gpt_oss(scaling: Mapping[str, Any] | None = None, **changes: Any) -> PreTrainedModel:
+    """Four layers, the first and the third with a window. All rows are multiples of 256.
+
+    scaling: further rope parameters. Of the frequencies some are kept, some blended, some divided.
+    """
+    torch.manual_seed(0)
+    values = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "sliding_window": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "max_position_embeddings": 8192,
+        "swiglu_limit": 7.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 1024,
+            **(scaling or {}),
+        },
+    }
+    model = GptOssForCausalLM(GptOssConfig(**values | changes))
+    randomize(model, norm_center=1.0)
+    return model.eval()
+
+
 @torch.no_grad()
 def randomize(model: PreTrainedModel, norm_center: float = 0.0) -> None:
     """Weights as large as trained ones, so that a wrong head order or a missing norm shows in the logits.
@@ -226,7 +262,9 @@ def randomize(model: PreTrainedModel, norm_center: float = 0.0) -> None:
             parameter.copy_(normal(parameter))
         elif name.endswith("conv1d.weight"):
             parameter.copy_(normal(parameter) * 0.5)
-        elif name.endswith("e_score_correction_bias"):
+        elif name.endswith("sinks"):
+            parameter.copy_(1 + normal(parameter) * 2)
+        elif name.endswith("_bias") or (name.endswith(".bias") and parameter.dim() == 1):
             parameter.copy_(normal(parameter) * 0.3)
         elif name.endswith("linear_attn.norm.weight"):
             parameter.copy_(1 + normal(parameter) * 0.2)

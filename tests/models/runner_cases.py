@@ -72,6 +72,7 @@ VARIANTS = {
     ),
     "qwen3moe": ("qwen3moe", {"types": MIX}),
     "laguna": ("laguna", {"types": MIX}),
+    "gpt-oss": ("gpt-oss", {"types": MIX}),
     "laguna-gates-of-elements": ("laguna", {"quant": "Q4_K", "element_gates": True, "tied": True}),
     "mixed-attention": ("qwen3moe", {"types": MIX, "mixed": MixedAttention()}),
     "qwen3moe-fused-tied": (
@@ -95,7 +96,7 @@ CPU_VARIANTS = {
     "qwen4exp-ngrams": ("qwen4exp", {"ngrams": True, "types": {**MIX, "per_layer_*": "IQ4_NL"}}),
 }
 # A model of each architecture with experts.
-FAMILIES = ("moe", "qwen3moe", "qwen3next", "qwen4exp", "laguna")
+FAMILIES = ("moe", "qwen3moe", "qwen3next", "qwen4exp", "laguna", "gpt-oss")
 CPU_FAMILIES = (*FAMILIES, "qwen4exp-ngrams")
 # Architectures whose layers differ, each with the types of cache that tests over several take it with.
 MIXED_LAYERS = [

@@ -8,13 +8,14 @@ from coldstream.errors import UnsupportedError
 from coldstream.gguf.messages import shorten
 from coldstream.gguf.metadata import Metadata
 from coldstream.models.architectures.architecture import Architecture, GatheredRows
+from coldstream.models.architectures.gpt_oss import GPT_OSS
 from coldstream.models.architectures.laguna import LAGUNA
 from coldstream.models.architectures.qwen3moe import QWEN3MOE
 from coldstream.models.architectures.qwen3next import QWEN3NEXT
 from coldstream.models.architectures.qwen4exp import QWEN4EXP
 from coldstream.models.architectures.qwen35 import QWEN35, QWEN35MOE
 
-_FAMILIES: Final = (QWEN35, QWEN35MOE, QWEN3MOE, QWEN3NEXT, QWEN4EXP, LAGUNA)
+_FAMILIES: Final = (QWEN35, QWEN35MOE, QWEN3MOE, QWEN3NEXT, QWEN4EXP, LAGUNA, GPT_OSS)
 ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
     {architecture.name: architecture for architecture in _FAMILIES}
 )

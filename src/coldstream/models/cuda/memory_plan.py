@@ -282,6 +282,8 @@ def _kind(value: Any) -> Hashable:
         return tuple(value.shape), name_of(value.dtype)
     if isinstance(value, np.ndarray):  # the host's copy of an array
         return value.shape, str(value.dtype)
+    if isinstance(value, tuple):
+        return tuple(map(_kind, value))
     kind: Any = type(value)
     if (names := _fields_of(kind)) is not None:
         return kind, tuple(_kind(getattr(value, name)) for name in names)

@@ -1,4 +1,4 @@
-"""A Laguna model through the whole program: budgets, the disk, lists, kept prefixes, drafts and a GPU."""
+"""Models of new families through the whole program: budgets, disk, lists, kept prefixes, drafts, a GPU."""
 
 from pathlib import Path
 
@@ -11,15 +11,16 @@ from builders import Dims, make_model, write_gguf, write_model
 from coldstream import LLM, SamplingParams
 from ram_budgets import least_ram
 
+FAMILIES = ("laguna", "gpt-oss")
 TYPES = {"*_exps.weight": "Q4_K", "*.ffn_down_exps.weight": "Q6_K"}
 PROMPTS = ["def f(x):\n    return", "the other", "def f(x):\n    return x + 1\n\nthe"]
 SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=20, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "laguna.gguf"
-    return write_gguf(path, "laguna", types=TYPES, dims=Dims(experts=32, experts_used=4))[0]
+@pytest.fixture(scope="module", params=FAMILIES)
+def path(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    path = tmp_path_factory.mktemp("models") / "model.gguf"
+    return write_gguf(path, request.param, types=TYPES, dims=Dims(experts=32, experts_used=4))[0]
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +66,11 @@ def test_experts_from_the_disk_change_no_token(path: Path, answers: list[list[in
 
 @pytest.mark.sharded
 @pytest.mark.usefixtures("gpu")
-def test_a_gpu_with_half_of_the_experts(tmp_path: Path) -> None:
-    """The dense layer has none to place."""
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gpu_with_half_of_the_experts(family: str, tmp_path: Path) -> None:
+    """The dense layer of Laguna has none to place."""
     dims = Dims(layers=3, experts=8, experts_used=3)
-    (path,) = write_gguf(tmp_path / "laguna.gguf", "laguna", types=TYPES, dims=dims)
+    (path,) = write_gguf(tmp_path / "model.gguf", family, types=TYPES, dims=dims)
     with (
         open_cpu(path, threads=1, context_length=256) as plain,
         open_partly(path, 0.5, streamed=0.5) as runner,
@@ -90,7 +92,8 @@ def test_both_end_tokens_end_an_answer(tmp_path: Path) -> None:
             assert (output.outputs[0].finish_reason == "stop") == is_end
 
 
-def test_a_plan_counts_layers_by_their_windows(path: Path) -> None:
+def test_a_plan_counts_layers_by_their_windows(tmp_path: Path) -> None:
+    (path,) = write_gguf(tmp_path / "laguna.gguf", "laguna")
     with LLM(str(path), device="cpu") as llm:
         sizes = llm.opened.planned.sizes
         assert [each.window for each in sizes.windows] == [5]
