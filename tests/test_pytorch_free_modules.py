@@ -33,6 +33,7 @@ DEFINITIONS = frozenset(
         "gated_delta_net.reference",
         "hyper_connections.reference",
         "linear.reference",
+        "ngram.reference",
         "reference_ops",
         "rms_norm.reference",
         "rope.reference",
