@@ -303,7 +303,8 @@ def test_a_configuration_is_read_from_its_file(tmp_path: Path) -> None:
 
 
 def target(**changes: Any) -> Any:
-    return SimpleNamespace(**({"vocab_size": 50, "hidden_size": 64, "num_layers": 8} | changes))
+    numbers = {"vocab_size": 50, "hidden_size": 64, "num_layers": 8, "hyper_connections": None}
+    return SimpleNamespace(**(numbers | changes))
 
 
 def test_trap_35_a_target_of_another_shape_is_an_error_with_its_reason() -> None:
@@ -321,6 +322,9 @@ def test_trap_35_a_target_of_another_shape_is_an_error_with_its_reason() -> None
     check_target(unstated, target(num_layers=7))
     with pytest.raises(ConfigError, match="after layer 6, and the last layer of the model is 5"):
         check_target(unstated, target(num_layers=6))
+    streams = target(architecture="qwen4exp", hyper_connections=SimpleNamespace(num_streams=4))
+    with pytest.raises(ConfigError, match="reads one residual stream, and qwen4exp has 4"):
+        check_target(spec, streams)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
