@@ -9,6 +9,7 @@ from bench.report.tables import Row, load, table
 GIB = 2**30
 SAME_SHARE = 0.03  # of two runs that have about as many experts on the GPU
 PROMPTS = (512, 2048, 8192)  # tokens
+PROMPT_RESULTS = ("streaming_guess", "streaming_shared", "streaming")  # of none, 3 GiB, and the others
 
 
 def cards_decode() -> str:
@@ -53,21 +54,22 @@ def cards_prompts() -> str:
     header = ["experts on the GPU"]
     for tokens in PROMPTS:
         header += [f"{tokens:,} tokens: tok/s", "llama.cpp"]
-    streamed, before = load("gpu/streaming_shared"), load("gpu/streaming")
-    machine = streamed["machine"]
-    where = f"{machine['gpu']}, {machine['cores']} cores, commits {streamed['commit']} and {before['commit']}"
+    results = [load(f"gpu/{name}") for name in PROMPT_RESULTS]
+    streamed = results[0]
+    machine, commits = streamed["machine"], ", ".join(r["commit"] for r in results)
+    where = f"{machine['gpu']}, {machine['cores']} cores, commits {commits}"
     return table(header, rows) + f"\n{where}: `{streamed['command']}`\n"
 
 
 def prompts() -> dict[int | None, dict[int, float]]:
     """Tokens a second by the length of the prompt, by GiB of experts on the GPU; None: all.
 
-    The newest figures, which are of none and 3 GiB; the others are of an older commit.
+    The newest figures, which are of none; those of 3 GiB and of the others are of older commits.
     """
-    newest, older = load("gpu/streaming_shared"), load("gpu/streaming")
+    newest, shared, older = (load(f"gpu/{name}") for name in PROMPT_RESULTS)
     return {
         gib: {row["tokens"]: row["tok_s"] for row in result["rows"] if row["experts_gib"] == gib}
-        for gib, result in ((0, newest), (3, newest), (10, older), (None, older))
+        for gib, result in ((0, newest), (3, shared), (10, older), (None, older))
     }
 
 

@@ -1,6 +1,6 @@
 """The tables of README.md."""
 
-from bench.report.cards import prompts
+from bench.report.cards import PROMPT_RESULTS, prompts
 from bench.report.gpu_mixes import fitting, speeds
 from bench.report.peer_figures import peer_figures
 from bench.report.tables import load, table
@@ -47,7 +47,7 @@ def first_page() -> str:
     header += [f"prompt of {PROMPT}, tok/s", "llama.cpp"]
     commits = [
         decode["commit"],
-        *(load(f"gpu/{name}")["commit"] for name in ("streaming_shared", "streaming")),
+        *(load(f"gpu/{name}")["commit"] for name in PROMPT_RESULTS),
     ]
     machine = decode["machine"]
     ram = f"RAM {decode['hardware']['read_bytes_per_s'] / 1e9:.0f} GB/s"

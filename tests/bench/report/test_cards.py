@@ -51,11 +51,12 @@ def test_columns_are_matched_by_the_share_of_experts(tmp_path: Path, monkeypatch
     assert "commits c16, c6, c5" in lines[-1]
 
 
-def test_prompts_are_of_the_newest_run_that_has_them() -> None:
-    newest, older = tables.load("gpu/streaming_shared"), tables.load("gpu/streaming")
+def test_prompts_are_of_the_newest_runs_that_have_them() -> None:
+    newest, shared, older = (tables.load(f"gpu/{name}") for name in cards.PROMPT_RESULTS)
+    of_gib = {0: newest, 3: shared, 10: older, None: older}
     found = cards.prompts()
     assert found.keys() == {0, 3, 10, None}
     for gib, rates in found.items():
-        rows = (newest if gib in (0, 3) else older)["rows"]
+        rows = of_gib[gib]["rows"]
         assert set(cards.PROMPTS) <= rates.keys()
         assert all(rates[row["tokens"]] == row["tok_s"] for row in rows if row["experts_gib"] == gib)
