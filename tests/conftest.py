@@ -152,9 +152,14 @@ def rates_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def poisoned_empty(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Reveals reads of unwritten memory: `torch.empty`, and `np.empty` in this package, return NaN."""
+def poisoned_empty(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Reveals reads of unwritten memory: `torch.empty`, and `np.empty` in this package, return NaN.
+
+    Without `monkeypatch`, which would then begin before a test's other fixtures, and end behind them: what a
+    test patches within another patch, such as a kernel on the host, would be undone in the wrong order.
+    """
     if request.config.getoption("--unpoisoned"):
+        yield
         return
     empty = torch.empty
 
@@ -162,9 +167,11 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReque
         tensor = empty(*size, **options)
         return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
 
-    monkeypatch.setattr(torch, "empty", poisoned)
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(np, name, _poisoned_for_the_package(getattr(np, name)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", poisoned)
+        for name in ("empty", "empty_like"):
+            patch.setattr(np, name, _poisoned_for_the_package(getattr(np, name)))
+        yield
 
 
 def _poisoned_for_the_package(make: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
