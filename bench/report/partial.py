@@ -89,9 +89,9 @@ def gpu_three_tiers() -> str:
     note = (
         f"{r['vram_bytes'] / GIB:.0f} GiB of the GPU's memory, a file of {r['file_bytes'] / 1e9:.0f} GB, a "
         f"prompt of {r['prompt']} tokens; the same text each time. Limit: {r['limit']}. "
-        "`python -m bench.engine.three_tiers full.gguf --vram 4G --ram … --fill --tokens 128` and "
-        "`python -m bench.peers.gpu_peer full.gguf --llama llama --cpu-layers 40 --ram …`, "
-        "which maps the file, on machines of one kind"
+        "Ours: `python -m bench.engine.three_tiers full.gguf --vram 4G --ram … --fill --tokens 128`. "
+        "llama.cpp, which maps the file, on another machine of the kind: "
+        "`python -m bench.peers.gpu_peer full.gguf --llama llama --cpu-layers 40 --ram …`"
     )
     return table(header, rows) + f"\n{note}\n"
 

@@ -4,8 +4,8 @@ Every layer attends, with biases, without norms of queries and keys, and with a 
 a part of the softmax and has no value. The first of two layers sees a window. All rotate alike, by YaRN. The
 first and the last dimension that it blends are no whole numbers, as in the checkpoint. llama.cpp makes them
 whole, and no key says which is meant. Routers have a bias, and weights are a softmax of the chosen logits.
-Experts have biases and a clamped unit. Source:
-the converter of llama.cpp, and `GptOssForCausalLM` of transformers.
+Experts have biases and a clamped unit.
+Source: the converter of llama.cpp, and `GptOssForCausalLM` of transformers.
 """
 
 from dataclasses import replace
