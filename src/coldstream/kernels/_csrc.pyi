@@ -304,6 +304,12 @@ def inject_norm(runtime: Runtime, streams: Annotated[NDArray[numpy.float32], dic
 def scaled_silu(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], divisor: int, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
     """out = silu(x / divisor), all float32 [T, F]. `out` may be x."""
 
+def scale(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], factor: float, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
+    """out = x · factor, all float32 [T, E]. `out` may be x."""
+
+def softcap(runtime: Runtime, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], cap: float, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
+    """out = cap · tanh(x / cap), all float32 [T, V]. `out` may be x."""
+
 def mix_streams(runtime: Runtime, normed: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], gates: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
     """
     out [T, E] = the mean over C streams of normed · sigmoid(gates), both [T, C·E], float32.

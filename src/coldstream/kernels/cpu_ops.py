@@ -218,6 +218,14 @@ class CpuOps(ComposedOps):
         _csrc.add_bias(self._runtime, x, bias, x)
         return x
 
+    def scale(self, x: Array, factor: float) -> Array:
+        _csrc.scale(self._runtime, x, factor, x)
+        return x
+
+    def softcap(self, x: Array, cap: float) -> Array:
+        _csrc.softcap(self._runtime, x, cap, x)
+        return x
+
     def add(self, x: Array, y: Array) -> Array:
         out = self._empty(*x.shape)
         _csrc.add(self._runtime, x, y, out)

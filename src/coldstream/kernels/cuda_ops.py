@@ -71,6 +71,7 @@ from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda, rms_norm_cuda, rms_norm_pair_cuda
 from coldstream.kernels.rope.cuda import gather_angles_cuda
 from coldstream.kernels.router.cuda import NormBefore
+from coldstream.kernels.scalars.cuda import scale_cuda, softcap_cuda
 from coldstream.kernels.top_log_probs.cuda import top_log_probs_cuda, workspace_bytes
 
 # Each block of a router's launch norms all rows, so that with more of them a launch of its own is faster.
@@ -193,6 +194,14 @@ class CudaOps(NoNgrams, CudaProducts):
 
     def add_bias(self, x: DeviceArray, bias: DeviceArray) -> DeviceArray:
         self.launch(add_bias_cuda, x, bias)
+        return x
+
+    def scale(self, x: DeviceArray, factor: float) -> DeviceArray:
+        self.launch(scale_cuda, x, factor)
+        return x
+
+    def softcap(self, x: DeviceArray, cap: float) -> DeviceArray:
+        self.launch(softcap_cuda, x, cap)
         return x
 
     def rope_angles(self, positions: DeviceArray, rope: RopeSpec) -> DeviceArray:

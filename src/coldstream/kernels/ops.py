@@ -424,6 +424,12 @@ class Ops(Protocol):
     def add_bias(self, x: Array, bias: Array) -> Array:
         """Each row of x [T, out] plus `bias` [out]. x is not read again: the sum may take its place."""
 
+    def scale(self, x: Array, factor: float) -> Array:
+        """x [T, E] times `factor`. x is not read again: the result may take its place."""
+
+    def softcap(self, x: Array, cap: float) -> Array:
+        """cap · tanh(x / cap) of x [T, V]. x is not read again: the result may take its place."""
+
     def add_norm(
         self,
         x: Array,

@@ -41,6 +41,7 @@ from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.rms_norm.reference import rms_norm, rms_norm_exact
 from coldstream.kernels.rope.reference import rope_angles
 from coldstream.kernels.router.reference import choose_experts, choose_experts_exact
+from coldstream.kernels.scalars import reference as scalars
 from coldstream.kernels.swiglu.reference import glu, glu_exact
 
 DTYPES = {
@@ -75,6 +76,7 @@ class ReferenceOps(ComposedOps):
         self._mix_streams = streams.mix_streams_exact if exact else streams.mix_streams
         self._ngram_gate = ngram.ngram_gate_exact if exact else ngram.ngram_gate
         self._ngram_conv = ngram.ngram_conv_exact if exact else ngram.ngram_conv
+        self._softcap = scalars.softcap_exact if exact else scalars.softcap
         self._fma = exact_arithmetic.fma if exact else multiply_add
         self._sigmoid = exact_arithmetic.sigmoid if exact else torch.sigmoid
 
@@ -133,6 +135,12 @@ class ReferenceOps(ComposedOps):
 
     def add_bias(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return x + bias
+
+    def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x * exact_arithmetic.constant(factor)
+
+    def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        return self._softcap(x, cap)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x + y

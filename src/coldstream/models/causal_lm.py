@@ -97,9 +97,12 @@ class CausalLM:
             raise InvalidRequestError("there are no tokens to compute: a forward pass needs at least one")
         ngram_ids = self.ngram_ids(token_ids, rows, cache)  # first, as their rows may come from a disk
         # No variable holds the embedding here: it would keep its memory from being used again.
-        return self.through_blocks(
-            self.ops.embed(self.token_embd, token_ids), self.angles(rows), rows, cache, on_layer, ngram_ids
-        )
+        return self.through_blocks(self.embed(token_ids), self.angles(rows), rows, cache, on_layer, ngram_ids)
+
+    def embed(self, token_ids: Array) -> Array:
+        """What enters the first block, [T, E], of int32 token_ids [T]."""
+        embedded, scale = self.ops.embed(self.token_embd, token_ids), self.spec.embedding_scale
+        return embedded if scale == 1 else self.ops.scale(embedded, scale)
 
     def ngram_ids(self, token_ids: Array, rows: Rows, cache: ModelCache) -> Array:
         """`Ops.ngram_ids` of the one layer that has n-grams; None without any. Advances its state."""
@@ -174,7 +177,9 @@ class CausalLM:
 
     def logits(self, hidden: Array) -> Array:
         """Logits of hidden states that `forward` returned, or of some rows: [T, E] → [T, vocab]."""
-        return self.ops.linear(hidden, (self.output,))[0]
+        (logits,) = self.ops.linear(hidden, (self.output,))
+        cap = self.spec.logit_softcap
+        return self.ops.softcap(logits, cap) if cap else logits
 
     def project(
         self, block: Block, x: Array, angles: Angles, state: LayerState, rows: Rows

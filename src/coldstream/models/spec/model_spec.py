@@ -39,6 +39,8 @@ class ModelSpec:
     tied_output: bool  # the output matrix is the embedding table
     layers: tuple[LayerSpec, ...]  # of the trunk
     nextn_layers: tuple[LayerSpec, ...] = ()
+    embedding_scale: float = 1.0  # of what enters the first block
+    logit_softcap: float = 0.0  # logits become cap · tanh(logit / cap); 0: they stay
     num_absent_nextn_layers: int = 0  # MTP blocks that the file declares and holds no tensor of
 
     @property

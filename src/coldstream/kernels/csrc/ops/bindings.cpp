@@ -67,12 +67,26 @@ void inject_norm(Runtime& rt, const std::optional<Array2d>& streams, const Array
   }
 }
 
-void scaled_silu(Runtime& rt, const Array2d& x, int64_t divisor, const Array2d& out) {
+void apply_scalar(Runtime& rt, const char* name, ScalarKernel kernel, const Array2d& x, float number,
+                  const Array2d& out) {
   const int64_t rows = size_of(x, 0), size = size_of(x, 1);
-  if (divisor < 1) refuse("a divisor of " + std::to_string(divisor));
-  auto next = make_scaled_silu(kernels_of(rt), input(x, "x", rows, size), static_cast<float>(divisor),
-                               output(out, "out", rows, size), size);
+  auto next =
+      make_scalar(name, kernel, input(x, "x", rows, size), number, output(out, "out", rows, size), size);
   submit_with(rt, std::move(next), rows, x, out);
+}
+
+void scaled_silu(Runtime& rt, const Array2d& x, int64_t divisor, const Array2d& out) {
+  if (divisor < 1) refuse("a divisor of " + std::to_string(divisor));
+  apply_scalar(rt, "scaled_silu", kernels_of(rt).scaled_silu, x, static_cast<float>(divisor), out);
+}
+
+void scale(Runtime& rt, const Array2d& x, float factor, const Array2d& out) {
+  apply_scalar(rt, "scale", kernels_of(rt).scale, x, factor, out);
+}
+
+void softcap(Runtime& rt, const Array2d& x, float cap, const Array2d& out) {
+  if (!(cap > 0.0f)) refuse("a cap of " + std::to_string(cap));
+  apply_scalar(rt, "softcap", kernels_of(rt).softcap, x, cap, out);
 }
 
 void mix_streams(Runtime& rt, const Array2d& normed, const Array2d& gates, const Array2d& out) {
@@ -245,6 +259,10 @@ void bind_row_ops(nb::module_& m) {
         "become the update.");
   m.def("scaled_silu", scaled_silu, "runtime"_a, nb::arg("x").noconvert(), "divisor"_a,
         nb::arg("out").noconvert(), "out = silu(x / divisor), all float32 [T, F]. `out` may be x.");
+  m.def("scale", scale, "runtime"_a, nb::arg("x").noconvert(), "factor"_a, nb::arg("out").noconvert(),
+        "out = x · factor, all float32 [T, E]. `out` may be x.");
+  m.def("softcap", softcap, "runtime"_a, nb::arg("x").noconvert(), "cap"_a, nb::arg("out").noconvert(),
+        "out = cap · tanh(x / cap), all float32 [T, V]. `out` may be x.");
   m.def("mix_streams", mix_streams, "runtime"_a, nb::arg("normed").noconvert(), nb::arg("gates").noconvert(),
         nb::arg("out").noconvert(),
         "out [T, E] = the mean over C streams of normed · sigmoid(gates), both [T, C·E], float32.");

@@ -167,6 +167,10 @@ struct FloatKernels {
   void (*open_gate)(const float* x, float logit, float* out, int64_t n);
   // out = silu(x / divisor)
   void (*scaled_silu)(const float* x, float divisor, float* out, int64_t n);
+  // out = x · factor
+  void (*scale)(const float* x, float factor, float* out, int64_t n);
+  // out = cap · tanh(x / cap)
+  void (*softcap)(const float* x, float cap, float* out, int64_t n);
   // out = Σ_c sigmoid(gates[c · stride]) · x[c · stride] / count, c ascending below count
   void (*mix_streams)(const float* x, const float* gates, int64_t stride, int64_t count, float* out,
                       int64_t n);

@@ -139,6 +139,19 @@ static void scaled_silu(const float* x, float divisor, float* out, int64_t n) {
   }
 }
 
+static void scale(const float* x, float factor, float* out, int64_t n) {
+  for (int64_t i = 0; i < n; i += 16) {
+    store16(out + i, mul16(load16(x + i, n - i), splat16(factor)), n - i);
+  }
+}
+
+static void softcap(const float* x, float cap, float* out, int64_t n) {
+  const Vec16 steepness = splat16(2.0f / cap), span = splat16(2.0f * cap), least = splat16(-cap);
+  for (int64_t i = 0; i < n; i += 16) {
+    store16(out + i, fma16(span, sigmoid16(mul16(load16(x + i, n - i), steepness)), least), n - i);
+  }
+}
+
 static void mix_streams(const float* x, const float* gates, int64_t stride, int64_t count, float* out,
                         int64_t n) {
   const Vec16 divisor = splat16(static_cast<float>(count));

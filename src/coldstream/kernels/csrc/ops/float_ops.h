@@ -71,8 +71,10 @@ struct InjectArguments {
   int64_t num_streams, size;
 };
 std::unique_ptr<Op> make_inject_norm(const FloatKernels& kernels, const InjectArguments& arguments);
-std::unique_ptr<Op> make_scaled_silu(const FloatKernels& kernels, InputRows x, float divisor, OutputRows out,
-                                     int64_t size);
+// A kernel of x and one number; `out` may be x. `name` is a literal.
+using ScalarKernel = void (*)(const float* x, float number, float* out, int64_t n);
+std::unique_ptr<Op> make_scalar(const char* name, ScalarKernel kernel, InputRows x, float number,
+                                OutputRows out, int64_t size);
 // normed and gates [T, C · size], out [T, size]
 std::unique_ptr<Op> make_mix_streams(const FloatKernels& kernels, InputRows normed, InputRows gates,
                                      OutputRows out, int64_t num_streams, int64_t size);

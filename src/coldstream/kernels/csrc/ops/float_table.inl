@@ -9,6 +9,8 @@
 .inject = inject,
 .open_gate = open_gate,
 .scaled_silu = scaled_silu,
+.scale = scale,
+.softcap = softcap,
 .mix_streams = mix_streams,
 .rope = rope,
 .caches = {{keep_query, store_float16, attend<Float16>, attend_finish},

@@ -119,22 +119,23 @@ class InjectNormOp : public Op {
   const InjectArguments a_;
 };
 
-class ScaledSiluOp : public Op {
+class ScalarOp : public Op {
  public:
-  ScaledSiluOp(const FloatKernels& kernels, InputRows x, float divisor, OutputRows out, int64_t size)
-      : kernels_(kernels), x_(x), divisor_(divisor), out_(out), size_(size) {}
-  const char* name() const override { return "scaled_silu"; }
+  ScalarOp(const char* name, ScalarKernel kernel, InputRows x, float number, OutputRows out, int64_t size)
+      : name_(name), kernel_(kernel), x_(x), number_(number), out_(out), size_(size) {}
+  const char* name() const override { return name_; }
   bool runs_alone(int, int rows) const override { return rows * size_ <= small_work; }
   void run(int, int rows, Worker& w) override {
     for_each_piece(w, rows, size_, [&](int64_t row, int64_t begin, int64_t count) {
-      kernels_.scaled_silu(x_.row(row) + begin, divisor_, out_.row(row) + begin, count);
+      kernel_(x_.row(row) + begin, number_, out_.row(row) + begin, count);
     });
   }
 
  private:
-  const FloatKernels& kernels_;
+  const char* name_;
+  ScalarKernel kernel_;
   InputRows x_;
-  float divisor_;
+  float number_;
   OutputRows out_;
   int64_t size_;
 };
@@ -332,9 +333,9 @@ std::unique_ptr<Op> make_inject_norm(const FloatKernels& kernels, const InjectAr
   return std::make_unique<InjectNormOp>(kernels, arguments);
 }
 
-std::unique_ptr<Op> make_scaled_silu(const FloatKernels& kernels, InputRows x, float divisor, OutputRows out,
-                                     int64_t size) {
-  return std::make_unique<ScaledSiluOp>(kernels, x, divisor, out, size);
+std::unique_ptr<Op> make_scalar(const char* name, ScalarKernel kernel, InputRows x, float number,
+                                OutputRows out, int64_t size) {
+  return std::make_unique<ScalarOp>(name, kernel, x, number, out, size);
 }
 
 std::unique_ptr<Op> make_mix_streams(const FloatKernels& kernels, InputRows normed, InputRows gates,
