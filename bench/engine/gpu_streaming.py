@@ -52,6 +52,7 @@ class Setting:
     chunk_size: int
     lengths: list[int]
     texts: int
+    awake_s: list[float | None]  # see `ExpertServer.awake_s`, in turn; None: as the product has it
 
 
 def open_runner(setting: Setting, gib: float | None) -> CudaRunner:
@@ -114,7 +115,10 @@ def measure(
     with open_runner(setting, gib) as runner:
         sizes = model_sizes(runner.spec, runner.file.tensors, runner.file.fingerprint, 0)
         mean_bytes = statistics.mean(sizes.expert_bytes)
-        for length in setting.lengths:
+        awake = setting.awake_s if runner.stream_counters is not None else [None]
+        for length, awake_s in itertools.product(setting.lengths, awake):
+            if awake_s is not None:
+                runner._partial_experts.host.bulk_server.awake_s = awake_s
             with shared_out_by_the_host(runner) as is_other:
                 prefill(runner, next(first_ids), length)
                 before = counted_experts(runner)
@@ -134,6 +138,7 @@ def measure(
                 "host_s": host_s,
                 "resident_s": resident_s[length],
                 "total_bytes": runner.plan.total,
+                "awake_s": awake_s,
             }
             if after:
                 row |= {name: (after[name] - before[name]) / setting.texts for name in after}
@@ -165,6 +170,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         chunk_size=options.chunk_size,
         lengths=options.prompts,
         texts=options.texts,
+        awake_s=[each / 1e3 for each in options.awake_ms] or [None],
     )
     last = FULL_SHAPE.vocab - max(options.prompts)
     first_ids = (i * TEXT_STEP % last for i in itertools.count(1))
@@ -175,6 +181,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     words = ["python", "-m", "bench.engine.gpu_streaming", options.model.name]
     words += ["--experts", ",".join(f"{gib:g}" for gib in options.experts)]
     words += ["--prompts", ",".join(map(str, options.prompts)), "--texts", str(options.texts)]
+    if options.awake_ms:
+        words += ["--awake-ms", ",".join(map(str, options.awake_ms))]
     return {
         "command": shlex.join(words),
         "machine": describe("cuda"),
@@ -200,6 +208,12 @@ def main() -> int:
     parser.add_argument("--chunk-size", type=int, default=8192)
     parser.add_argument("--threads", type=int, help="of the CPU's part")
     parser.add_argument("--texts", type=int, default=5)
+    parser.add_argument(
+        "--awake-ms",
+        type=numbers,
+        default=[],
+        help="how long the CPU's threads poll between a prompt's requests, in turn, as in 0,5,0,5",
+    )
     parser.add_argument("--commit", help="of these sources, where they are without their repository")
     options = parser.parse_args()
     write_result(run(options), options.out, options.commit)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -35,8 +36,8 @@ def experts(seed: int = 1, size: int = F, types: Types = K_TYPES) -> Experts:
 
 
 class Client(ExpertClient):
-    def __init__(self, threads: int = 2, tier: str = "auto") -> None:
-        super().__init__(E, RANKS, threads, tier)
+    def __init__(self, threads: int = 2, tier: str = "auto", *, is_prefill: bool = False) -> None:
+        super().__init__(E, RANKS, threads, tier, is_prefill=is_prefill)
 
 
 def plainly(client: Client, x: torch.Tensor, ids: torch.Tensor, weights: Experts) -> torch.Tensor:
@@ -331,3 +332,51 @@ def test_ex08_one_cpu_for_more_threads_than_that() -> None:
     """Polling threads yield the core, as client and threads would otherwise starve each other."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", ON_ONE_CPU], check=True, timeout=5 * LIMIT_S, env=environment)
+
+
+def wait_until(done: Callable[[], bool], problem: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not done():
+        assert time.monotonic() < deadline, problem
+
+
+def test_threads_of_a_prompt_poll_between_its_requests_no_longer_than_is_set() -> None:
+    client, weights = Client(threads=3, is_prefill=True), experts()
+    client.server.add_layer(*weights)
+    x, ids = activations(1, 2, E), random_ids(2, 0.3)
+    expected, runtime = plainly(client, x, ids, weights), client.runtime
+    assert client.server.awake_s == 0
+    client.server.begin()
+    for _ in range(5):
+        assert same_bits(client.ask(0, x, ids), expected)
+        assert not runtime.stays_awake
+    client.server.awake_s = 2 * LIMIT_S  # so that only `end` ends it
+    for _ in range(5):
+        assert same_bits(client.ask(0, x, ids), expected)
+        wait_until(lambda: runtime.stays_awake, "threads sleep between requests")
+    client.server.end()
+    wait_until(lambda: not runtime.stays_awake, "threads poll behind a prompt")
+    client.server.begin()
+    wait_until(lambda: runtime.stays_awake, "threads sleep until the first request")
+    client.server.awake_s = 0.0001
+    wait_until(lambda: not runtime.stays_awake, "threads poll for longer than is set")
+    assert same_bits(client.ask(0, x, ids), expected), "those that sleep are woken"
+    client.server.end()
+    client.server.check()
+
+
+def test_threads_of_decode_steps_poll_from_begin_to_end() -> None:
+    client = Client(threads=2)
+    assert not client.runtime.stays_awake
+    client.server.begin()
+    wait_until(lambda: client.runtime.stays_awake, "threads sleep between requests")
+    client.server.end()
+    wait_until(lambda: not client.runtime.stays_awake, "threads poll at rest")
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), 3601.0])
+def test_a_time_to_stay_awake_that_makes_no_sense_is_refused(seconds: float) -> None:
+    client = Client(is_prefill=True)
+    with pytest.raises(ValueError, match="threads that stay awake for"):
+        client.server.awake_s = seconds
+    assert client.server.awake_s == 0

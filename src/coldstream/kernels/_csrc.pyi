@@ -79,6 +79,10 @@ class Runtime:
     def active_threads(self, arg: int, /) -> None: ...
 
     @property
+    def stays_awake(self) -> bool:
+        """Whether its threads poll between two runs, and do not sleep."""
+
+    @property
     def capturing(self) -> bool: ...
 
     def begin_capture(self, capacity: int) -> None:
@@ -458,6 +462,15 @@ class ExpertServer:
         """
         The experts of the next layer; returns its number. pool: the one that they are parts of, or None.
         """
+
+    @property
+    def awake_s(self) -> float:
+        """
+        Of a server for prompts: how long threads poll from `begin` and from each answer on, before they sleep. 0 at first. Others' threads poll until `end`.
+        """
+
+    @awake_s.setter
+    def awake_s(self, arg: float, /) -> None: ...
 
     def begin(self) -> None:
         """Looks for requests from now on."""

@@ -2,7 +2,10 @@
 
 #include <nanobind/stl/optional.h>
 
+#include <chrono>
 #include <optional>
+#include <stdexcept>
+#include <string>
 
 #include "hybrid/expert_server.h"
 
@@ -54,6 +57,15 @@ class BoundServer {
   void begin() { server_.begin(); }
   void end() { server_.end(); }
   void check() { server_.check(); }
+  double awake_s() const { return std::chrono::duration<double>(server_.awake_for()).count(); }
+  void stay_awake_for(double seconds) {
+    if (!(seconds >= 0 && seconds <= most_awake_s)) {
+      throw std::invalid_argument("threads that stay awake for " + std::to_string(seconds) +
+                                  " s behind a request, not for 0 to " + std::to_string(most_awake_s));
+    }
+    server_.stay_awake_for(
+        std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds)));
+  }
   nb::list expected() {
     nb::list layers;
     for (const Expected& layer : server_.expected()) {
@@ -92,6 +104,7 @@ class BoundServer {
             ahead ? ahead->data() : nullptr};
   }
 
+  static constexpr double most_awake_s = 3600;
   std::vector<std::shared_ptr<void>> arrays_;
   int64_t hidden_size_;
   ExpertServer server_;
@@ -115,6 +128,9 @@ void bind_hybrid(nb::module_& m) {
           "add_layer", &BoundServer::add_layer, "gate"_a, "up"_a, "down"_a, "pool"_a.none() = nb::none(),
           "glu"_a.none() = nb::none(),
           "The experts of the next layer; returns its number. pool: the one that they are parts of, or None.")
+      .def_prop_rw("awake_s", &BoundServer::awake_s, &BoundServer::stay_awake_for,
+                   "Of a server for prompts: how long threads poll from `begin` and from each answer on, "
+                   "before they sleep. 0 at first. Others' threads poll until `end`.")
       .def("begin", &BoundServer::begin, "Looks for requests from now on.")
       .def("end", &BoundServer::end, "Pauses: no request comes before the next `begin`.")
       .def("expected", &BoundServer::expected,

@@ -98,22 +98,22 @@ void ExpertServer::serve() {
   for (;;) {
     phase_.wait(idle, std::memory_order_acquire);
     if (phase_.load(std::memory_order_acquire) == stopping) return;
-    // Between the requests of a prompt are milliseconds, in which threads that poll would take time of their
-    // cores from the thread that launches kernels.
-    std::optional<ThreadPool::Awake> awake;
-    if (!is_prefill_) awake.emplace(*threads_);
     serve_requests();
   }
 }
 
 void ExpertServer::serve_requests() {
   std::atomic_ref request(*box_.request);
-  auto last_served = std::chrono::steady_clock::now();
+  std::optional<ThreadPool::Awake> awake;
+  auto last_served = std::chrono::steady_clock::now(), last_answer = last_served;
   for (;;) {
     uint32_t phase = phase_.load(std::memory_order_acquire);
     if (phase == stopping) return;
     const auto now = std::chrono::steady_clock::now();
     if (phase == serving) last_served = now;
+    const bool stays_awake = !is_prefill_ || now - last_answer < awake_for_.load(std::memory_order_relaxed);
+    if (!stays_awake) awake.reset();
+    if (stays_awake && !awake) awake.emplace(*threads_);
     if (phase == lingering && now - last_served > linger &&
         phase_.compare_exchange_strong(phase, idle, std::memory_order_acq_rel)) {
       return;
@@ -124,6 +124,7 @@ void ExpertServer::serve_requests() {
     };
     if (!spin(look_for_work, look)) continue;
     found != 0 ? answer(found) : read_ahead();
+    last_answer = std::chrono::steady_clock::now();
   }
 }
 

@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -67,9 +68,15 @@ class ExpertServer {
                 std::shared_ptr<ExpertPool> pool, int pool_layer);
 
   // From here to `end`, and a few milliseconds longer so that the next `begin` need not wake threads, the
-  // server polls without pause. For decode steps the pool's threads stay awake.
+  // server polls without pause. For decode steps the pool's threads stay awake. For those of prompts they do
+  // so for a time from `begin` and from each answer on, and sleep then until the next request.
   void begin();
   void end();
+
+  // That time; 0 at first. Between the requests of a prompt are milliseconds, in which threads that poll take
+  // time of their cores from others.
+  std::chrono::nanoseconds awake_for() const { return awake_for_.load(std::memory_order_relaxed); }
+  void stay_awake_for(std::chrono::nanoseconds time) { awake_for_.store(time, std::memory_order_relaxed); }
 
   std::vector<LayerWork> work();
   std::vector<Expected> expected();
@@ -114,6 +121,7 @@ class ExpertServer {
   bool may_read_ = false;  // whether `ahead_` may have something left to read
   std::mutex error_lock_;
   std::exception_ptr error_;
+  std::atomic<std::chrono::nanoseconds> awake_for_{std::chrono::nanoseconds::zero()};
   std::atomic<uint32_t> phase_{idle};
   std::unique_ptr<std::thread> thread_;
 

@@ -109,6 +109,8 @@ void bind_runtime(nb::module_& m) {
       .def_prop_ro("threads", &Runtime::threads)
       .def_prop_rw("active_threads", &Runtime::active_threads, &Runtime::activate_threads,
                    "How many threads take part in the runs that begin from now on; the others sleep.")
+      .def_prop_ro("stays_awake", &Runtime::stays_awake,
+                   "Whether its threads poll between two runs, and do not sleep.")
       .def_prop_ro("capturing", &Runtime::capturing)
       .def("begin_capture", &Runtime::begin_capture, "capacity"_a,
            "From now on ops called with this runtime are recorded, not run; their arrays must have "

@@ -52,6 +52,8 @@ class Runtime {
   // See ThreadPool::activate.
   int active_threads() const { return pool_->active(); }
   void activate_threads(int count) { pool_->activate(count); }
+  // Whether its threads poll between two runs, and do not sleep.
+  bool stays_awake() const { return pool_->stays_awake(); }
   const std::shared_ptr<ThreadPool>& pool() const { return pool_; }
 
   // Between these two calls `submit` records instead of running. Nested or unmatched calls are

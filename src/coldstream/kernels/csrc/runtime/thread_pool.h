@@ -54,6 +54,8 @@ class ThreadPool {
     ThreadPool& pool_;
   };
 
+  bool stays_awake() const { return sleepless_.load(std::memory_order_relaxed) > 0; }
+
   // Runs `ops` in order and returns when all workers are done; concurrent callers are serialised. With
   // `seconds` [ops.size()], the time of each op. Throws ModelChangedError, ForkedError, std::bad_alloc,
   // and std::invalid_argument with the message of an op that failed; the pool stays usable after each of
