@@ -58,6 +58,7 @@ NOT_INTEGERS = (1.0, True, "1", 10**100)
         ("prompt_logprobs", 1),
         ("ignore_eos", 1),
         ("include_stop_str_in_output", "no"),
+        ("skip_special_tokens", 0),
         ("stop", [""]),
         ("stop", 3),
         ("stop", b"end"),

@@ -147,6 +147,16 @@ def test_what_ended_an_answer_can_stay_in_it(llm: LLM) -> None:
     assert say(llm, [a, end, b], include_stop_str_in_output=True).text == "a"
 
 
+def test_control_tokens_are_in_the_text_where_they_are_not_skipped(llm: LLM) -> None:
+    a, b, _, _ = _letters(llm, "abcd")
+    end = llm.opened.tokenizer.special_ids[IM_END]
+    said = say(llm, [a, end, b], ignore_eos=True)
+    shown = say(llm, [a, end, b], ignore_eos=True, skip_special_tokens=False)
+    assert (said.text, shown.text) == ("ab", f"a{IM_END}b")
+    assert shown.token_ids == said.token_ids
+    assert say(llm, [a, end, b], skip_special_tokens=False).text == "a"  # what ended it
+
+
 def test_end_and_stop_tokens_wait_for_min_tokens(llm: LLM) -> None:
     a, b, c, _ = _letters(llm, "abcd")
     end = llm.opened.tokenizer.special_ids[IM_END]

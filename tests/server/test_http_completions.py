@@ -78,6 +78,20 @@ async def test_a_stream_is_the_answer(http: httpx2.AsyncClient, openai: AsyncOpe
         assert [t for each in own for t in each["logprobs"]["text_offset"]] == choice.logprobs.text_offset
 
 
+async def test_control_tokens_stay_in_the_text_if_asked_for(http: httpx2.AsyncClient) -> None:
+    body = {"prompt": PROMPT, **GREEDY, "ignore_eos": True, "max_tokens": 4}
+    bodies = [{**body, "skip_special_tokens": skips} for skips in (True, False)]
+    ids = (await http.post("/tokenize", json={"content": "<|im_start|>", "parse_special": True})).json()
+    (control,) = ids["tokens"]
+    forced = {"logit_bias": {str(control): 100}}
+    skipped, shown = [
+        (await http.post("/v1/completions", json={**each, **forced})).json()["choices"][0]["text"]
+        for each in bodies
+    ]
+    assert "<|im_start|>" in shown
+    assert skipped == shown.replace("<|im_start|>", "")
+
+
 class UnfinishedChoice(CompletionChoice):
     """A choice of a chunk before its last one, whose `finish_reason` OpenAI's service sends as null. The type
     in its client does not allow that.

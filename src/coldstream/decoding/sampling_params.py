@@ -67,8 +67,9 @@ class SamplingParams:
     # counts if it ends in the text of a later one.
     min_tokens: int = 0
     include_stop_str_in_output: bool = False  # the stop string or stop token that ended the text stays in it
-    # Control tokens are in the text, each between two marks that no other text holds, for who finds messages
-    # and calls by them: `coldstream.gguf.tokenizer.MARKS`.
+    skip_special_tokens: bool = True  # control tokens are not in the text, as in vLLM
+    # Control tokens are in the text in any case, each between two marks that no other text holds, for who
+    # finds messages and calls by them: `coldstream.gguf.tokenizer.MARKS`.
     marks_control_tokens: bool = False
     # Answers to the prompt. The first is that of n = 1, the one with index i that of seed
     # `derived_seed(seed, i)`.
@@ -102,6 +103,7 @@ class SamplingParams:
             )
         check_flag("ignore_eos", self.ignore_eos)
         check_flag("include_stop_str_in_output", self.include_stop_str_in_output)
+        check_flag("skip_special_tokens", self.skip_special_tokens)
         check_flag("marks_control_tokens", self.marks_control_tokens)
         check_integer("n", self.n, 1, MAX_N)
         if self.n > 1 and self.temperature == 0:

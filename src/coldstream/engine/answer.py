@@ -158,7 +158,10 @@ class _AnswerText:
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         self._request = request
         self._include_stop = request.params.include_stop_str_in_output
-        self._decoder = StreamDecoder(tokenizer, is_marking=request.params.marks_control_tokens)
+        params = request.params
+        self._decoder = StreamDecoder(
+            tokenizer, params.skip_special_tokens, is_marking=params.marks_control_tokens
+        )
         self._matcher = StopMatcher(request.params.stop or (), include=self._include_stop)
         self._num_tokens = 0
         self.has_ended = False

@@ -41,6 +41,7 @@ class CompletionRequest(ConstraintFields, SamplingFields):
     prompt: Prompt
     logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(strict=True, ge=1)] | None = None
+    skip_special_tokens: Flag | None = None  # a chat's control tokens are for its parser
     echo: Flag | None = None
     suffix: Any = None
 

@@ -138,7 +138,12 @@ def _read(body: CompletionRequest, served: ServedModel, settings: ServerSettings
     """Encode the prompts; this blocks."""
     check_completion(body, settings.max_prompts)
     params = sampling_of(
-        body, served.default_sampling, settings, logprobs=body.logprobs, grammar=body.constraint
+        body,
+        served.default_sampling,
+        settings,
+        logprobs=body.logprobs,
+        grammar=body.constraint,
+        skip_special_tokens=body.skip_special_tokens,
     )
     prompts = body.prompts
     names = ["prompt"] if len(prompts) == 1 else [f"prompt[{index}]" for index in range(len(prompts))]
