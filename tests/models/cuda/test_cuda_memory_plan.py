@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from runner_cases import MIX
 
+from builders import Dims, write_gguf
 from coldstream.errors import OutOfMemoryError
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
@@ -17,6 +19,7 @@ from coldstream.kernels.cuda.memory import MemoryPlan
 from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kvcache import CacheSize, state_bytes
 from coldstream.models.cuda import loaded_model
+from coldstream.models.cuda.capacity import HEAD_ROWS
 from coldstream.models.cuda.inputs import StepShape
 from coldstream.models.cuda.limits import Limits
 from coldstream.models.cuda.loaded_model import Loaded
@@ -89,7 +92,8 @@ def test_nf01_what_an_error_keeps_takes_no_memory_of_the_next_step(
         kept = []
         peaks = []
         for count in (512, 108, 512, 108, 512):
-            hidden = loaded.step(StepShape.prompt(count))
+            step = loaded.kept_step if limits.keeps_hidden(count) else loaded.step
+            hidden = step(StepShape.prompt(count))
             kept.append(loaded.model.logits(hidden.rows(count - 1, 1)))
             peaks.append(memory.workspace_bytes)
         assert len(set(peaks)) == 1
@@ -110,6 +114,24 @@ def test_rows_far_into_a_text_take_no_more_than_is_counted(
         hidden = loaded.kept_step(replace(StepShape.prompt(num_rows), is_deep=True))
         loaded.model.logits(hidden.rows(num_rows - 1, 1))
         assert memory.workspace_bytes <= count_memory(file, spec, limits, 512).workspace
+
+
+def test_the_head_has_the_workspace_of_a_step_that_the_host_divides(tmp_path: Path) -> None:
+    """Its hidden states are copied first: in the workspace they left no room for logits in one piece."""
+    (path,) = write_gguf(tmp_path / "moe.gguf", types=MIX, dims=Dims(vocab=20000))
+    limits = Limits(CacheSize.of(1, 1024), 1024, "i16", 0)
+    peaks = {}
+    with GGUFFile.open(path) as file:
+        spec = read_spec(file.metadata, file.tensors)
+        for step in (Loaded.kept_step, Loaded.step):
+            memory = MemoryPlan()
+            loaded = Loaded.into(memory, file, spec, limits, 512)
+            hidden = step(loaded, StepShape.prompt(512))
+            loaded.model.logits(hidden.rows(0, HEAD_ROWS))
+            peaks[step] = memory.workspace_bytes
+        assert limits.is_recorded(512)
+        assert peaks[Loaded.kept_step] <= count_memory(file, spec, limits, 512).workspace
+        assert count_memory(file, spec, limits, 512).workspace < 0.6 * peaks[Loaded.step]
 
 
 @pytest.mark.parametrize("expert_bytes", [None, 0, 10**6])

@@ -92,6 +92,10 @@ class Limits:
         """Whether steps of `rows` rows are graphs, between which the host shares out experts."""
         return not self.is_captured(rows) and rows <= MAX_GRAPH_ROWS
 
+    def keeps_hidden(self, rows: int) -> bool:
+        """Whether steps of `rows` rows leave hidden states in memory of their own, not in their workspace."""
+        return self.is_captured(rows) or self.is_recorded(rows)
+
     def rows_of(self, count: int, most: int) -> int:
         """Rows of the step that computes `count` rows, where steps have `most`."""
         return padded_rows(count) if self.is_captured(count) else min(padded_rows(count), most)

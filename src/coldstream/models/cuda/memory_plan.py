@@ -99,8 +99,7 @@ def count_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: in
         prompt = StepShape.prompt(count)
         # Far into a text attention takes more for a few hundred rows.
         for shape in {replace(prompt, has_trees=has_trees), replace(prompt, is_deep=count <= PART_ROWS)}:
-            hidden = loaded.kept_step(shape) if limits.is_captured(count) else loaded.step(shape)
-            loaded.model.logits(hidden.rows(0, min(count, HEAD_ROWS)))
+            _step(loaded, limits, shape, num_wanted=min(count, HEAD_ROWS))
     if has_trees:
         loaded.commit()
     if loaded.mtp is not None:
@@ -173,8 +172,8 @@ def kernels_of(
 
 def _step(loaded: Loaded, limits: Limits, shape: StepShape, *, num_wanted: int) -> None:
     """A step, and logits behind so many of its rows."""
-    is_captured = limits.is_captured(shape.num_rows)
-    hidden = loaded.kept_step(shape) if is_captured else loaded.step(shape)
+    is_kept = limits.keeps_hidden(shape.num_rows)
+    hidden = loaded.kept_step(shape) if is_kept else loaded.step(shape)
     loaded.model.logits(hidden.rows(0, num_wanted))
 
 

@@ -431,8 +431,10 @@ class CudaRunner(ModelRunner):
         """Hidden states of a step too long for a captured graph."""
         try:
             ops = self._loaded.ops
-            if not self.limits.is_recorded(shape.num_rows) or ops.executor is not ops.model_executor:
+            if not self.limits.is_recorded(shape.num_rows):
                 return self._loaded.step(shape)
+            if ops.executor is not ops.model_executor:
+                return self._loaded.kept_step(shape)
             assert self._partial_experts is not None, "nothing else is shared out by the host"
             step, form = partial(self._loaded.kept_step, shape), self._partial_experts.form
             kept: Activations = self._steps.run_in_pieces(("hidden", shape), form, step, lambda kept: kept)
