@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from coldstream.kernels.ops import (
     ExpertOutputs,
     ExpertWeights,
     FfnWeights,
+    PostNorms,
     RecurrentLayer,
     RouterWeights,
     Routing,
@@ -42,7 +44,7 @@ def ffn_of_products(ops: Products, x: Array, weights: FfnWeights) -> Array:
 
 
 class ComposedOps(ABC):
-    """`add_norm`, `inject_norm`, `router`, `experts` and commits over one operation at a time."""
+    """Norms of sums, `router`, `experts` and commits over one operation at a time."""
 
     @abstractmethod
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
@@ -83,6 +85,10 @@ class ComposedOps(ABC):
         """x + y."""
 
     @abstractmethod
+    def scale(self, x: Array, factor: float) -> Array:
+        """See `Ops`."""
+
+    @abstractmethod
     def inject(
         self, streams: Array | None, update: Array, injection: Array | None, weight: Array, eps: float
     ) -> tuple[Array, Array]:
@@ -121,6 +127,19 @@ class ComposedOps(ABC):
         for_router: bool = False,
     ) -> tuple[Array, Array]:
         x = self.add(x, self._combined(update))
+        return x, self.rms_norm(x, weight, eps)
+
+    def add_post_norm(
+        self, x: Array, update: Array | ExpertOutputs, post: PostNorms, weight: Array, eps: float
+    ) -> tuple[Array, Array]:
+        if post.routed is not None:
+            assert isinstance(update, ExpertOutputs), "only experts have something beside them"
+            beside = self.rms_norm(update.shared, post.shared, eps)
+            routed = self.rms_norm(self._combined(replace(update, shared=None)), post.routed, eps)
+            update = self.add(beside, routed)
+        x = self.add(x, self.rms_norm(self._combined(update), post.weight, eps))
+        if post.scale != 1:
+            x = self.scale(x, post.scale)
         return x, self.rms_norm(x, weight, eps)
 
     def inject_norm(

@@ -60,6 +60,7 @@ from coldstream.kernels.ops import (
     ExpertOutputs,
     ExpertWeights,
     FfnWeights,
+    PostNorms,
     RecurrentLayer,
     RopeSpec,
     RouterWeights,
@@ -68,7 +69,12 @@ from coldstream.kernels.ops import (
 )
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import quantize_cuda
-from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda, rms_norm_cuda, rms_norm_pair_cuda
+from coldstream.kernels.rms_norm.cuda import (
+    add_post_norm_cuda,
+    add_rms_norm_cuda,
+    rms_norm_cuda,
+    rms_norm_pair_cuda,
+)
 from coldstream.kernels.rope.cuda import gather_angles_cuda
 from coldstream.kernels.router.cuda import NormBefore
 from coldstream.kernels.scalars.cuda import scale_cuda, softcap_cuda
@@ -165,6 +171,18 @@ class CudaOps(NoNgrams, CudaProducts):
             # It keeps x and the update alive: the router's launch reads them while it writes its results.
             return total, replace(out, before=NormBefore(x, update, total, weight, eps, out.quantised))
         self.launch(add_rms_norm_cuda, x, update, total, weight, eps, out.values, out.quantised)
+        return total, out
+
+    def add_post_norm(
+        self,
+        x: DeviceArray,
+        update: DeviceArray | ExpertOutputs,
+        post: PostNorms,
+        weight: DeviceArray,
+        eps: float,
+    ) -> tuple[DeviceArray, Activations]:
+        total, out = self.empty(*x.shape), self.activations(*x.shape)
+        self.launch(add_post_norm_cuda, x, update, post, total, weight, eps, out.values, out.quantised)
         return total, out
 
     def inject_norm(

@@ -368,6 +368,16 @@ class ExpertOutputs:
     bias: Array = None  # [experts, E], added to the output of each expert; None: there is none
 
 
+@dataclass(frozen=True)
+class PostNorms:
+    """Norms of what a part of a block gives, before that is added to the residual stream."""
+
+    weight: Array  # [E], of all of it
+    routed: Array = None  # [E], of the sum of the routed experts; None with `shared`: neither has its own
+    shared: Array = None  # [E], of the shared expert, or of what is computed in its place
+    scale: float = 1.0  # of the residual stream, after it was added
+
+
 class Ops(Protocol):
     """See the module docstring. Methods return new arrays and mutate only what their docstrings name."""
 
@@ -445,6 +455,15 @@ class Ops(Protocol):
 
         The update of experts is Σ_k weight_k · (routed_k + bias_k) in rank order + sigmoid(shared_gate) ·
         shared, the last only where there is a shared expert, and its weight 1 where it has no gate.
+        """
+
+    def add_post_norm(
+        self, x: Array, update: Array | ExpertOutputs, post: PostNorms, weight: Array, eps: float
+    ) -> tuple[Array, Array]:
+        """(x + the `rms_norm` of `update` by `post.weight`) · `post.scale`, and its `rms_norm` by `weight`.
+
+        The update of experts is as in `add_norm`. With `post.routed` it is the norm of Σ_k weight_k ·
+        routed_k by that, plus the norm of shared by `post.shared`.
         """
 
     def inject_norm(

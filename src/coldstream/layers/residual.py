@@ -1,6 +1,6 @@
 """What blocks read and add to: one residual stream with norms, or several with mixtures of them."""
 
-from coldstream.kernels.ops import Array, ExpertOutputs, Ops
+from coldstream.kernels.ops import Array, ExpertOutputs, Ops, PostNorms
 from coldstream.layers.hyper_connections import (
     HyperConnectionWeights,
     Streams,
@@ -26,12 +26,15 @@ def update(
     norm: Norm,
     eps: float,
     *,
+    post: PostNorms | None = None,
     for_router: bool = False,
 ) -> tuple[Residual, Array]:
     """The residual stream after the output of a part, and what the next part reads of it, [T, E].
 
-    for_router: as in `Ops.add_norm`.
+    post: norms of the output, for one residual stream. for_router: as in `Ops.add_norm`.
     """
+    if post is not None:
+        return ops.add_post_norm(residual, output, post, norm, eps)
     if isinstance(norm, HyperConnectionWeights):
         return update_streams(ops, residual, output, norm, eps)
     return ops.add_norm(residual, output, norm, eps, for_router=for_router)

@@ -9,13 +9,16 @@ from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import Argument, CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.experts.wait_answer import Answer
-from coldstream.kernels.ops import ExpertOutputs
+from coldstream.kernels.ops import ExpertOutputs, PostNorms
 
 # Keyed by whether all rows are aligned.
 NORM, ADD = "rms_norm_rows<{}>", "add_rms_norm_rows<{}>"
 PAIR = "rms_norm_pair_rows"  # of aligned rows only
 COMBINE = "combine_rms_norm_rows<{}, {}>"
 COMBINE_BIASED = "combine_rms_norm_rows<{}, no_shared, true>"
+ADD_POST, COMBINE_POST = "add_post_norm_rows<{}>", "combine_post_norm_rows<{}, false>"
+COMBINE_PARALLEL = "combine_post_norm_rows<{}, true>"
+SHARED_ROWS = {COMBINE_PARALLEL: 2}  # of shared memory, if not 1
 # As `SharedExpert` of expert_sum.cuh.
 SHARED_KINDS = NO_SHARED, PLAIN_SHARED, GATED_SHARED = ("no_shared", "plain_shared", "gated_shared")
 PROGRAM = CudaProgram(
@@ -24,7 +27,15 @@ PROGRAM = CudaProgram(
         PAIR,
         *(
             kernel.format(aligned)
-            for kernel in (NORM, ADD, *(COMBINE.format("{}", kind) for kind in SHARED_KINDS), COMBINE_BIASED)
+            for kernel in (
+                NORM,
+                ADD,
+                *(COMBINE.format("{}", kind) for kind in SHARED_KINDS),
+                COMBINE_BIASED,
+                ADD_POST,
+                COMBINE_POST,
+                COMBINE_PARALLEL,
+            )
             for aligned in ("true", "false")
         ),
     ),
@@ -116,6 +127,49 @@ def add_rms_norm_cuda(
     _launch(kernel, [x, *of_experts, total, bias, ids], tensors, x.shape[1], weight, eps, out, quantized)
 
 
+def add_post_norm_cuda(
+    x: DeviceArray,
+    update: DeviceArray | ExpertOutputs,
+    post: PostNorms,
+    total: DeviceArray,
+    weight: DeviceArray,
+    eps: float,
+    out: DeviceArray | None,
+    quantized: QuantActivations | None,
+) -> None:
+    """`Ops.add_post_norm` into `total`, which may be x, and its norm as `rms_norm_cuda` writes one.
+
+    Otherwise as `add_rms_norm_cuda`. ValueError for biases of experts, and for a shared expert without a
+    norm.
+    """
+    args: list[Argument] = []
+    if not isinstance(update, ExpertOutputs):
+        kernel, args = ADD_POST, [update]
+        tensors: tuple[DeviceArray, ...] = (x, update, total)
+    else:
+        if update.routed.shape[::2] != x.shape:
+            raise ValueError(f"outputs of experts {tuple(update.routed.shape)} for rows {tuple(x.shape)}")
+        kind, args = sum_of_experts(update)
+        kernel, expected = (
+            (COMBINE_POST, NO_SHARED) if post.routed is None else (COMBINE_PARALLEL, PLAIN_SHARED)
+        )
+        if kind != expected or update.bias is not None:
+            raise ValueError(f"norms of outputs of experts with {kind}, expected {expected} and no biases")
+        tensors = (x, update.routed, total)
+        if post.routed is not None:
+            tensors = (*tensors, update.shared, post.routed, post.shared)
+    if any(vector is not None and vector.numel() != x.shape[1] for vector in (post.weight, post.routed)):
+        raise ValueError(f"norms of outputs with {post.weight.numel()} weights for rows {tuple(x.shape)}")
+    norms = PostNorm(
+        weight=post.weight.data_ptr(),
+        routed=None if post.routed is None else post.routed.data_ptr(),
+        shared=None if post.routed is None else post.shared.data_ptr(),
+        scale=post.scale,
+    )
+    tensors = (*tensors, post.weight)
+    _launch(kernel, [x, *args, total, norms], tensors, x.shape[1], weight, eps, out, quantized)
+
+
 def _check_bias(update: ExpertOutputs, kind: str) -> tuple[DeviceArray, DeviceArray]:
     """The biases of the experts' outputs, and the experts. ValueError if they do not fit."""
     ids = update.routing.ids
@@ -156,6 +210,10 @@ class Norm(ctypes.Structure): ...
 
 
 @declared_in("rms_norm/norm_row.cuh")
+class PostNorm(ctypes.Structure): ...
+
+
+@declared_in("rms_norm/norm_row.cuh")
 class NormOutputs(ctypes.Structure): ...
 
 
@@ -189,6 +247,6 @@ def _launch(
         (rows, 1, 1),
         THREADS_ALONE if rows <= ALONE_ROWS else THREADS_SHARING,
         (*args, Norm(weight=weight.data_ptr(), cols=cols, padded=padded, eps=eps), outputs),
-        shared_bytes=4 * padded,
+        shared_bytes=SHARED_ROWS.get(kernel, 1) * 4 * padded,
         overlap=overlaps(rows),
     )

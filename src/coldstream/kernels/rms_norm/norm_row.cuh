@@ -13,6 +13,14 @@ struct Norm {
   float eps;
 };
 
+// Norms of an update before it is added to a row, and what the row is multiplied by then.
+struct PostNorm {
+  const float* weight;  // [cols], of the update
+  const float* routed;  // [cols], of the sum of the routed experts; null if only the update is normed
+  const float* shared;  // [cols], of what is computed beside them
+  float scale;
+};
+
 // Results: [rows, cols], and quantised; either may be null.
 struct NormOutputs {
   float* y;

@@ -124,3 +124,100 @@ __global__ void __launch_bounds__(max_threads)
   norm_row<aligned>(norm, first_weights, out);
   wait.end();
 }
+
+// The inverse norms of `count` rows in shared memory, one by each warp.
+template <int count>
+__device__ __forceinline__ void inverse_norms(const Norm& norm, float (&found)[count]) {
+  __shared__ float inverses[count];
+  __syncthreads();
+  const int row = threadIdx.x / warp_size;
+  if (row < count) {
+    const float s = inverse_norm(norm, reinterpret_cast<const float*>(dynamic_shared) + row * norm.padded);
+    if (threadIdx.x % warp_size == 0) inverses[row] = s;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < count; i++) found[i] = inverses[i];
+}
+
+__device__ __forceinline__ float4 scale_four(float4 x, float s, float4 w) {
+  return {x.x * s * w.x, x.y * s * w.y, x.z * s * w.z, x.w * s * w.w};
+}
+
+// The norm of an update in shared memory is added to x, and the norm of that follows.
+template <bool aligned>
+__device__ __forceinline__ void add_normed(const float* x, const PostNorm& post, float* sum, const Norm& norm,
+                                           Eight first_weights, const NormOutputs& out) {
+  float s[1];
+  inverse_norms(norm, s);
+  for (int i = 4 * threadIdx.x; i < norm.cols; i += 4 * blockDim.x) {
+    const float4 w = load_four<aligned>(post.weight, i, norm.cols);
+    float4 v = load_four<aligned>(x, i, norm.cols) + scale_four(dynamic_shared[i / 4], s[0], w);
+    v = {v.x * post.scale, v.y * post.scale, v.z * post.scale, v.w * post.scale};
+    store_four<aligned>(sum, i, norm.cols, v);
+    dynamic_shared[i / 4] = v;
+  }
+  norm_row<aligned>(norm, first_weights, out);
+}
+
+// As add_rms_norm_rows, with a norm of the update.
+template <bool aligned>
+__global__ void __launch_bounds__(max_threads)
+    add_post_norm_rows(const float* x, const float* update, float* sum, PostNorm post, Norm norm,
+                       NormOutputs out) {
+  const Eight first_weights = load_eight<aligned>(norm.weight, threadIdx.x / warp_size, norm.cols);
+  wait_for_previous_grid();
+  release_next_grid();
+  const int64_t begin = int64_t(blockIdx.x) * norm.cols;
+  for (int i = 4 * threadIdx.x; i < norm.padded; i += 4 * blockDim.x) {
+    float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (i < norm.cols) v = load_four<aligned>(update + begin, i, norm.cols);
+    dynamic_shared[i / 4] = v;
+  }
+  add_normed<aligned>(x + begin, post, sum + begin, norm, first_weights, out);
+}
+
+// The same with the sum of the experts as update, or, with a parallel network, the norm of that sum plus the
+// norm of what is computed beside it. Dynamic shared memory with one: 8 · padded bytes.
+template <bool aligned, bool has_parallel>
+__global__ void __launch_bounds__(max_threads)
+    combine_post_norm_rows(const float* x, const float* routed, const float* topk_weights, int num_ranks,
+                           const float* shared, const float* shared_gate, const int* cpu_ids,
+                           const float* cpu_rows, const __grid_constant__ Answer answer, LayerStamps* stamps,
+                           float* sum, PostNorm post, Norm norm, NormOutputs out) {
+  const Eight first_weights = load_eight<aligned>(norm.weight, threadIdx.x / warp_size, norm.cols);
+  ExpertWait wait(cpu_ids, num_ranks, stamps);
+  wait_for_previous_grid();
+  release_next_grid();
+  wait.wait(answer);
+  const int64_t token = blockIdx.x, begin = token * norm.cols;
+  const Experts experts{routed + begin * num_ranks,
+                        topk_weights + token * num_ranks,
+                        num_ranks,
+                        nullptr,
+                        nullptr,
+                        wait.is_waiting ? cpu_ids + token * num_ranks : nullptr,
+                        cpu_rows + begin * num_ranks};
+  const int behind = norm.padded / 4;  // the row of the parallel network
+  for (int i = 4 * threadIdx.x; i < norm.padded; i += 4 * blockDim.x) {
+    float4 v = {0.0f, 0.0f, 0.0f, 0.0f}, beside = v;
+    if (i < norm.cols) {
+      v = combine_experts<aligned, no_shared>(experts, i, norm.cols);
+      if constexpr (has_parallel) beside = load_four<aligned>(shared + begin, i, norm.cols);
+    }
+    dynamic_shared[i / 4] = v;
+    if constexpr (has_parallel) dynamic_shared[behind + i / 4] = beside;
+  }
+  if constexpr (has_parallel) {
+    float s[2];
+    inverse_norms(norm, s);
+    for (int i = 4 * threadIdx.x; i < norm.cols; i += 4 * blockDim.x) {
+      const float4 w = load_four<aligned>(post.routed, i, norm.cols);
+      const float4 parallel_w = load_four<aligned>(post.shared, i, norm.cols);
+      dynamic_shared[i / 4] = scale_four(dynamic_shared[behind + i / 4], s[1], parallel_w) +
+                              scale_four(dynamic_shared[i / 4], s[0], w);
+    }
+  }
+  add_normed<aligned>(x + begin, post, sum + begin, norm, first_weights, out);
+  wait.end();
+}
