@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from coldstream.assets import demo_model_path
 from coldstream.gguf.reader import GGUFFile
 from coldstream.gguf.tokenizer import Tokenizer
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
-from coldstream.kernels.ops import Rows
+from coldstream.kernels.ops import AttentionHeads, AttentionInputs, Caches, Rows
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kernels.rms_norm.reference import rms_norm
 from coldstream.kernels.rope.reference import rotate
@@ -145,18 +144,20 @@ class TriedOps(ReferenceOps):
     attend: Attend = staticmethod(float_attend)
 
     def attention(
-        self, query_gate: Any, key: Any, value: Any, q_norm: Any, k_norm: Any, eps: float, angles: Any,
-        k_cache: Any, v_cache: Any, rows: Rows, *, output_gate: bool, window: int | None,
-    ) -> torch.Tensor:  # fmt: skip
-        """See `Ops.attention`; the caches are left alone."""
-        assert output_gate, "the demo model has one"
-        assert window is None
-        num_kv_heads = k_cache.shape[-2]
-        head_dim = key.shape[-1] // num_kv_heads
-        query, gate = query_gate.unflatten(-1, (-1, 2, head_dim)).unbind(-2)
-        query = rotate(rms_norm(query, q_norm, eps), angles)
-        key = rotate(rms_norm(key.unflatten(-1, (num_kv_heads, head_dim)), k_norm, eps), angles)
-        value = value.unflatten(-1, (num_kv_heads, head_dim))
+        self, inputs: AttentionInputs, heads: AttentionHeads, caches: Caches, rows: Rows
+    ) -> torch.Tensor:
+        """See `Ops.attention`; the caches are left alone. Raises ValueError for heads that the demo model's
+        are not like.
+        """
+        if heads != AttentionHeads(heads.q_norm, heads.k_norm, heads.eps):
+            raise ValueError("these definitions are of heads as the demo model's: a gate of each query")
+        num_kv_heads = caches.k.shape[-2]
+        head_dim = inputs.key.shape[-1] // num_kv_heads
+        query, gate = inputs.query_gate.unflatten(-1, (-1, 2, head_dim)).unbind(-2)
+        query = rotate(rms_norm(query, heads.q_norm, heads.eps), inputs.angles)
+        key = inputs.key.unflatten(-1, (num_kv_heads, head_dim))
+        key = rotate(rms_norm(key, heads.k_norm, heads.eps), inputs.angles)
+        value = inputs.value.unflatten(-1, (num_kv_heads, head_dim))
         output = torch.cat(
             [
                 self.attend(query[part], key, value, rows.positions[part])
@@ -184,13 +185,14 @@ def text_distances(num_windows: int) -> dict[str, dict[str, float]]:
         exact = None
         for name, loss in losses.items():
             ops.attend = DEFINITIONS[name].attend if name in DEFINITIONS else float_attend
-            logits = _logits(model, inputs)[counted]
+            logits = logits_of(model, inputs)[counted]
             exact = logits if exact is None else exact
             loss.add(logits, exact, targets[counted])
     return {name: losses[name].figures(losses["float"]) for name in DEFINITIONS}
 
 
-def _logits(model: CausalLM, token_ids: torch.Tensor) -> torch.Tensor:
+def logits_of(model: CausalLM, token_ids: torch.Tensor) -> torch.Tensor:
+    """Of one sequence from its start: [T, vocabulary]."""
     count = len(token_ids)
     cache = ModelCache(model.spec, model.ops, num_states=1, context_length=count, kv_type="f32")
     rows = Rows(torch.arange(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int32))

@@ -10,10 +10,17 @@ from bench.kernels.integer_attention import (
     DEFINITIONS,
     TWO_PLANES,
     Definition,
+    TriedOps,
     hadamard,
+    logits_of,
     low_plane,
     rounded,
 )
+from coldstream.assets import demo_model_path
+from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.reference_ops import ReferenceOps
+from coldstream.models.causal_lm import CausalLM
+from coldstream.models.read_spec import read_spec
 
 POSITIONS, HEAD_DIM = 150, 64
 
@@ -43,6 +50,17 @@ def test_no_row_sees_a_later_position(name: str) -> None:
     second = DEFINITIONS[name].attend(query, key, value, positions)
     assert torch.equal(first[:2], second[:2])
     assert not torch.equal(first[2], second[2])
+
+
+@torch.no_grad()
+def test_the_model_with_floats_in_place_of_integers_is_the_plain_one() -> None:
+    ids, tried = torch.arange(100, 130), TriedOps()
+    with GGUFFile.open(demo_model_path()) as file:
+        spec = read_spec(file.metadata, file.tensors)
+        plain, floats = (logits_of(CausalLM.load(file, spec, ops), ids) for ops in (ReferenceOps(), tried))
+        tried.attend = DEFINITIONS["one plane"].attend
+        planes = logits_of(CausalLM.load(file, spec, tried), ids)
+    assert 0 < (floats - plain).abs().max() < 1e-3 < (planes - plain).abs().max()
 
 
 def test_low_products_are_all_that_is_left_out() -> None:
