@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 
 import gguf
-from coldstream.models.dflash.spec import Dflash2Spec, DflashLayer, DflashRope, DflashSpec, tensor_shapes
+from coldstream.models.dflash.spec import (
+    Dflash2Spec,
+    DflashLayer,
+    DflashRope,
+    DflashSpec,
+    is_matrix,
+    tensor_shapes,
+)
 
 # incoai/Qwen3.6-35B-A3B-DFlash2
 PUBLISHED = DflashSpec(
@@ -71,6 +78,8 @@ def metadata(spec: DflashSpec, architecture: str = "dflash") -> dict[str, Any]:
         values["dflash.target_layer_ids"] = list(spec.aux_layers)
         values["dflash.mask_token_id"] = spec.mask_id
         values["dflash.n_target_layers"] = len(spec.aux_layers)
+    if spec.is_laguna:
+        values["decoder_arch"] = "laguna"
     if spec.second is not None:
         numbers = (spec.second.conv_kernel, spec.second.conv_group)
         numbers += (spec.second.selector_rank, spec.second.selector_top_k)
@@ -124,7 +133,7 @@ def write(path: Path, spec: DflashSpec = PUBLISHED, kind: str = "BF16") -> None:
         if values.dtype == np.float32:
             writer.add_tensor(name, values)
         else:
-            raw_type = gguf.GGMLQuantizationType[kind if len(shape) == 2 else "BF16"]
+            raw_type = gguf.GGMLQuantizationType[kind if is_matrix(name, shape) else "BF16"]
             writer.add_tensor(name, _encoded(values, raw_type), raw_dtype=raw_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -23,7 +23,7 @@ from coldstream.models.cpu.dflash import CpuDflash
 from coldstream.models.dflash.config import spec_of_config
 from coldstream.models.dflash.convert import convert
 from coldstream.models.dflash.file import DflashFile
-from coldstream.models.dflash.spec import DflashSpec, tensor_shapes
+from coldstream.models.dflash.spec import DflashSpec, is_matrix, tensor_shapes
 from dflash_reference import DflashModel
 from tensor_encoding import encode
 
@@ -67,6 +67,22 @@ def config(second: bool = False, **changes: Any) -> dict[str, Any]:
     return values
 
 
+# As Laguna's are published, with other sizes.
+LAGUNA: dict[str, Any] = config(
+    **ALL_SLIDING,
+    architectures=["DFlashLagunaForCausalLM"],
+    model_type="laguna",
+    gating="per-head",
+    draft_vocab_size=VOCAB,
+    num_experts=0,
+    num_target_layers=None,
+    block_size=None,
+    dflash_config={
+        "target_layer_ids": [1, 3, 6], "mask_token_id": 49, "block_size": 8, "num_target_layers": 8,
+        "causal": True,
+    },
+)  # fmt: skip
+del LAGUNA["use_sliding_window"]
 # What drafters do differently; each is compared with other programs.
 CASES: dict[str, dict[str, Any]] = {
     "full": config(),
@@ -139,6 +155,21 @@ REVISIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def for_target(kind: str, dims: Dims, target_layer_ids: tuple[int, ...] = (0, 1)) -> dict[str, Any]:
+    """A drafter of the "first", "second" or "Laguna" kind for a model of these sizes."""
+    sizes: dict[str, Any] = {"hidden_size": dims.hidden, "vocab_size": dims.vocab}
+    section = {"target_layer_ids": list(target_layer_ids), "mask_token_id": dims.vocab - 1}
+    section["num_target_layers"] = dims.layers
+    if kind == "Laguna":
+        section["block_size"] = 8
+        return LAGUNA | sizes | {"draft_vocab_size": dims.vocab, "dflash_config": section}
+    values = config(**MIXED, **sizes, num_target_layers=dims.layers) | {"dflash_config": section}
+    if kind == "second":
+        values["dflash_config"] |= SECOND
+        values["architectures"] = ["DFlash2DraftModel"]
+    return values
+
+
 def spec_of(values: dict[str, Any]) -> DflashSpec:
     return spec_of_config(values, Path("config.json"))
 
@@ -149,7 +180,7 @@ def random_tensors(spec: DflashSpec, seed: int = 0) -> dict[str, np.ndarray]:
     tensors: dict[str, np.ndarray] = {}
     for name, shape in tensor_shapes(spec).items():
         values = rng.normal(0, 1, shape)
-        if len(shape) == 1:
+        if name.endswith("norm.weight"):
             values = 1 + values / 10
         elif name.endswith("_base"):
             values /= 2
@@ -209,6 +240,7 @@ HF_LAYER_NAMES = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_gate": "self_attn.g_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
@@ -231,6 +263,19 @@ def hf_name(name: str) -> str:
     return f"layers.{layer}.{HF_LAYER_NAMES[base]}{dot}{suffix}"
 
 
+def hf_tensors(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """As a Hugging Face folder has them: those of a drafter of Laguna have parts joined or divided."""
+    rest = dict(tensors)
+    found: dict[str, np.ndarray] = {}
+    norms = rest.pop("enc.aux_norm.weight", None)
+    if norms is not None:
+        found |= {f"aux_hidden_norms.{i}.weight": norm for i, norm in enumerate(norms)}
+        for layer in range(sum(name.endswith("attn_gate.weight") for name in rest)):
+            parts = [rest.pop(f"blk.{layer}.attn_{part}.weight") for part in "qkv"]
+            found[f"layers.{layer}.self_attn.qkv_proj.weight"] = np.concatenate(parts)
+    return found | {hf_name(name): value for name, value in rest.items()}
+
+
 def write_folder(
     folder: Path,
     values: dict[str, Any],
@@ -241,7 +286,7 @@ def write_folder(
     """config.json, and the tensors in one file or in several with an index."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(values))
-    named = {hf_name(name): torch.from_numpy(value).to(dtype) for name, value in tensors.items()}
+    named = {name: torch.from_numpy(value).to(dtype) for name, value in hf_tensors(tensors).items()}
     if num_files == 1:
         save_file(named, folder / "model.safetensors")
         return folder
@@ -275,7 +320,7 @@ def types_of(spec: DflashSpec, name: str) -> dict[str, str]:
     sizes = {
         each: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[each]][0] for each in (name, "Q8_0", "F16")
     }
-    matrices = {each: shape for each, shape in tensor_shapes(spec).items() if len(shape) == 2}
+    matrices = {each: shape for each, shape in tensor_shapes(spec).items() if is_matrix(each, shape)}
     return {
         each: next(kind for kind, size in sizes.items() if shape[1] % size == 0)
         for each, shape in matrices.items()

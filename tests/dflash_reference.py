@@ -65,6 +65,7 @@ class LayerWeights:
     ffn_gate: torch.Tensor
     ffn_up: torch.Tensor
     ffn_down: torch.Tensor
+    attn_gate: torch.Tensor | None
     attn_conv: Convolution | None
     ffn_conv: Convolution | None
 
@@ -104,6 +105,7 @@ class DflashModel:
         """tensors: those of `tensor_shapes`, float32."""
         self.spec, self.embed, self.head = spec, embed, head
         self.fc, self.hidden_norm = tensors["fc.weight"], tensors["enc.output_norm.weight"]
+        self.aux_norms = tensors.get("enc.aux_norm.weight")
         self.output_norm = tensors["output_norm.weight"]
         self.layers = tuple(
             _layer_weights(layer, tensors, f"blk.{index}.") for index, layer in enumerate(spec.layers)
@@ -122,6 +124,12 @@ class DflashModel:
     def new_sequence(self) -> "DflashSequence":
         """An empty sequence. It takes no memory before its first row."""
         return DflashSequence(self)
+
+    def context(self, features: torch.Tensor) -> torch.Tensor:
+        """The vectors [n, E] of committed rows, of which every layer keeps keys and values."""
+        if self.aux_norms is not None:
+            features = reference.norm_features(features, self.aux_norms, self.spec.rms_norm_eps)
+        return self.norm(functional.linear(features, self.fc), self.hidden_norm)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMS norm over the last dimension, computed in float32."""
@@ -189,10 +197,11 @@ class DflashSequence(CommittedRows[LayerRows]):
     @torch.inference_mode()
     def _compute(self, parts: list[torch.Tensor], positions: NDArray[np.int64]) -> None:
         model = self._model
-        context = model.norm(functional.linear(self._joined(parts), model.fc), model.hidden_norm)
+        context = model.context(self._joined(parts))
         rotations = model.rotations(positions)
         for weights, rows in zip(model.layers, self._contexts, strict=True):
-            rows.append(*model.keys_values(context, weights, rotations), positions)
+            x = model.norm(context, weights.attn_norm) if self.spec.is_laguna else context
+            rows.append(*model.keys_values(x, weights, rotations), positions)
 
     @torch.inference_mode()
     def draft(self, anchor: int, num_rows: int, num_candidates: int) -> DraftLattice:
@@ -238,6 +247,8 @@ class DflashSequence(CommittedRows[LayerRows]):
         keys, values = torch.cat((rows.keys, keys)), torch.cat((rows.values, values))
         positions = np.concatenate((rows.positions, block.positions))
         mixed = reference.attend(queries, keys, values, block.mask(weights.layer, positions))
+        if weights.attn_gate is not None:
+            mixed = reference.gated(mixed, functional.linear(x, weights.attn_gate))
         result = functional.linear(mixed, weights.attn_output)
         return result if conv is None or dynamic is None else conv.apply(result, dynamic, 1)
 
@@ -275,7 +286,13 @@ def _layer_weights(layer: DflashLayer, tensors: dict[str, torch.Tensor], prefix:
         "ffn_gate", "ffn_up", "ffn_down",
     )  # fmt: skip
     plain = {name: tensors[f"{prefix}{name}.weight"] for name in names}
-    return LayerWeights(layer=layer, **plain, attn_conv=conv("attn_conv"), ffn_conv=conv("ffn_conv"))
+    return LayerWeights(
+        layer=layer,
+        **plain,
+        attn_gate=tensors.get(f"{prefix}attn_gate.weight"),
+        attn_conv=conv("attn_conv"),
+        ffn_conv=conv("ffn_conv"),
+    )
 
 
 def _marginals(logits: torch.Tensor, num_candidates: int) -> DraftLattice:

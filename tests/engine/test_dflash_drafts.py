@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from builders import write_gguf
+from builders import Dims, write_gguf
 from coldstream.decoding import FixedSizes, Speculation, TokenTree
 from coldstream.decoding.drafters.dflash import DflashDrafter
 from coldstream.engine import LLM, EngineConfig, SamplingParams, open_model
 from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.dflash.file import DflashFile
 from coldstream.models.dflash.spec import check_target
-from dflash_cases import MIXED, SECOND, config, random_tensors, spec_of, write_converted
+from dflash_cases import for_target, random_tensors, spec_of, write_converted
 from hash_runner import opened_with
 from plain_loop import plain_output
 
@@ -92,23 +92,21 @@ def test_a_drafter_with_aux_layers_observes_the_features_of_every_committed_toke
 
 
 @pytest.mark.sharded(of="models on the CPU")
-@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize(
+    ("target", "kind"), [("qwen35moe", "first"), ("qwen35moe", "second"), ("laguna", "Laguna")]
+)
 def test_answers_are_those_of_the_plain_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, kind: str
 ) -> None:
     """With a drafter of random weights, over the target's own embedding and head."""
-    (path,) = write_gguf(tmp_path / "tiny.gguf", "qwen35moe")
+    (path,) = write_gguf(tmp_path / "tiny.gguf", target)
     engine = EngineConfig(str(path), device="cpu", threads=2, ctx_size=512)
     plain = LLM.from_opened(open_model(replace(engine, spec_type="none")))
     load_with_aux_layers(monkeypatch)
     opened = open_model(replace(engine, spec_type="ngram"))
     runner = opened.runner
     assert isinstance(runner, CpuRunner)
-    values = config(**MIXED, hidden_size=256, vocab_size=320, num_target_layers=4)
-    values["dflash_config"] = {"target_layer_ids": list(AUX_LAYERS), "mask_token_id": 319}
-    if second:
-        values["dflash_config"] |= SECOND
-        values["architectures"] = ["DFlash2DraftModel"]
+    values = for_target(kind, Dims(), AUX_LAYERS)
     path = write_converted(tmp_path / "drafter", values, random_tensors(spec_of(values)))
     with DflashFile.open(path) as file:
         check_target(file.spec, runner.spec)

@@ -26,10 +26,11 @@ from coldstream.models.cuda import dflash as cuda_dflash
 from coldstream.models.cuda.dflash import CudaDflashSequence
 from coldstream.models.cuda.runner import CudaRunner
 from coldstream.models.dflash.file import DflashFile
+from coldstream.models.dflash.spec import check_target
 from coldstream.models.footprint import model_sizes
 from coldstream.models.runner_capacity import DraftMemory
 from coldstream.planning.memory import GpuMemory
-from dflash_cases import MIXED, SECOND, config, random_tensors, spec_of, write_converted
+from dflash_cases import for_target, random_tensors, spec_of, write_converted
 from hash_runner import opened_with
 from tree_plans import plan_with_trees
 
@@ -47,30 +48,29 @@ def tiny(tmp_path: Path) -> Path:
     return path
 
 
-def random_drafter(folder: Path, second: bool) -> DflashFile:
-    dims = SMALL_EXPERTS
-    values = config(**MIXED, hidden_size=dims.hidden, vocab_size=dims.vocab, num_target_layers=dims.layers)
-    values["dflash_config"] = {"target_layer_ids": list(AUX_LAYERS), "mask_token_id": dims.vocab - 1}
-    if second:
-        values["dflash_config"] |= SECOND
-        values["architectures"] = ["DFlash2DraftModel"]
+def random_drafter(folder: Path, kind: str) -> DflashFile:
+    values = for_target(kind, SMALL_EXPERTS, AUX_LAYERS)
     return DflashFile.open(write_converted(folder, values, random_tensors(spec_of(values))))
 
 
 @pytest.mark.sharded
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("share", [None, 0.5])
-@pytest.mark.parametrize("second", [False, True])
-def test_drafts_on_the_host(tmp_path: Path, tiny: Path, share: float | None, second: bool) -> None:
+@pytest.mark.parametrize(
+    ("target", "kind"), [("qwen35moe", "first"), ("qwen35moe", "second"), ("laguna", "Laguna")]
+)
+def test_drafts_on_the_host(tmp_path: Path, share: float | None, target: str, kind: str) -> None:
     params = SamplingParams(seed=3, max_tokens=8, ignore_eos=True)
+    (tiny,) = write_gguf(tmp_path / "tiny.gguf", target, dims=SMALL_EXPERTS, quant="Q8_0")
     file, spec = open_model_file(tiny)
     plan = plan_with_trees(file, spec, CONTEXT, SIZE, share, DraftMemory(aux_layers=AUX_LAYERS), "dflash")
     plan = replace(plan, tree_budget=BUDGET)
     with (
         LLM(tiny, device="cpu", threads=1, ctx_size=CONTEXT, spec_type="none") as plain,
         CudaRunner.load(file, spec, plan, cache_size=SIZE, aux_layers=AUX_LAYERS) as runner,
-        random_drafter(tmp_path / "drafter", second) as draft,
+        random_drafter(tmp_path / "drafter", kind) as draft,
     ):
+        check_target(draft.spec, spec)
         speculation = open_speculation(plan, runner, draft)
         drafting = LLM.from_opened(replace(opened_with(runner, CONTEXT), speculation=speculation))
         (expected,), (found,) = plain.generate([1, 2, 3], params), drafting.generate([1, 2, 3], params)
@@ -107,9 +107,9 @@ def answer_with(
 
 @pytest.mark.sharded(2)
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("kind", ["first", "second"])
 def test_fused_steps_leave_the_context_that_steps_of_the_host_leave(
-    tmp_path: Path, tiny: Path, second: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose memory grows while they run; of texts that continue each other and of another one."""
     monkeypatch.setattr(cuda_dflash, "FIRST_CONTEXT_ROWS", 8)
@@ -123,7 +123,7 @@ def test_fused_steps_leave_the_context_that_steps_of_the_host_leave(
     plan = plan_with_trees(file, spec, CONTEXT, size, None, DraftMemory(aux_layers=AUX_LAYERS), "dflash")
     with (
         CudaRunner.load(file, spec, plan, cache_size=size, aux_layers=AUX_LAYERS) as runner,
-        random_drafter(tmp_path / "drafter", second) as draft,
+        random_drafter(tmp_path / "drafter", kind) as draft,
     ):
         by_host, plain_context = answer_with(runner, draft, answers, is_fused=False)
         by_device, context = answer_with(runner, draft, answers, is_fused=True)
@@ -156,7 +156,7 @@ def test_an_engine_drafts_an_answer_that_is_alone(
     with (
         open_runner(tiny, share=None, has_mtp=False) as plain,
         CudaRunner.load(file, spec, plan, cache_size=SIZE, aux_layers=AUX_LAYERS) as runner,
-        random_drafter(tmp_path / "drafter", True) as draft,
+        random_drafter(tmp_path / "drafter", "second") as draft,
     ):
         drafting = runner.load_dflash(draft)
         script = script_fused_steps(drafting, CONTEXT, DEPTHS)

@@ -25,6 +25,7 @@ from coldstream.kernels.draft_block.cuda import (
     choose_chain_cuda,
     convolve_cuda,
     forget_rows_cuda,
+    norm_features_cuda,
     num_splits,
     parts_shape,
     place_committed_rows_cuda,
@@ -219,9 +220,9 @@ ATTENDED = [
 ]
 
 
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("splits", "is_gated"), [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("case", ATTENDED)
-def test_attention_sees_what_it_may(case: Case, splits: int, device: str) -> None:
+def test_attention_sees_what_it_may(case: Case, splits: int, is_gated: bool, device: str) -> None:
     """Also where the context is a ring, and some rows of it are missing or of other positions."""
     shape, layer = case.shape(device), 1
     contexts = Contexts(case, 2, device)
@@ -240,6 +241,7 @@ def test_attention_sees_what_it_may(case: Case, splits: int, device: str) -> Non
     length = torch.tensor([case.length], dtype=torch.int32, device=device)
     parts = floats(*parts_shape(case.rows, shape, splits), device=device)
     kv = torch.cat((own_keys.flatten(1), own_values.flatten(1)), dim=1)
+    gates = random(15, case.rows, case.num_heads, scale=3.0) if is_gated else None
     attend_cuda(
         DraftRows(queries.flatten(1).to(device), kv.to(device)),
         shape,
@@ -248,6 +250,7 @@ def test_attention_sees_what_it_may(case: Case, splits: int, device: str) -> Non
         length,
         parts.tensor,
         out.tensor,
+        None if gates is None else gates.to(device),
     )
     positions = torch.arange(case.length, case.length + case.rows)
     expected = reference.attend(
@@ -257,7 +260,17 @@ def test_attention_sees_what_it_may(case: Case, splits: int, device: str) -> Non
         case.mask(positions, torch.cat((there, positions))),
     )
     parts.checked()
-    assert_near(out.checked(), expected)
+    assert_near(out.checked(), expected if gates is None else reference.gated(expected, gates))
+
+
+@pytest.mark.parametrize(("rows", "layers", "cols"), [(1, 1, 64), (7, 5, 2048), (3, 2, 300)])
+def test_features_are_normed_layer_by_layer(rows: int, layers: int, cols: int, device: str) -> None:
+    """Each layer's part of a row by its own weights, though layers differ a hundredfold."""
+    of_layers = 100.0 ** torch.arange(layers).repeat_interleave(cols)
+    features, weight = (random(1, rows, layers * cols) * of_layers).to(BF16), weights(2, layers, cols)
+    out = floats(rows, layers * cols, device=device)
+    norm_features_cuda(features.to(device), weight.to(device), EPS, out.tensor)
+    assert_near(out.checked(), reference.norm_features(features.float(), weight, EPS))
 
 
 @pytest.mark.parametrize(("positions", "ranks", "size"), [(1, 1, 32), (7, 16, 100), (3, 5, 256)])
@@ -340,6 +353,12 @@ def test_shapes_that_disagree_are_refused() -> None:
         attend_cuda(rows, shape, table, view, length, parts[:, :-1], out)
     with pytest.raises(ValueError, match="into"):
         attend_cuda(rows, shape, table, view, length, parts, random(1, 3, 64))
+    with pytest.raises(ValueError, match="gates"):
+        attend_cuda(rows, shape, table, view, length, parts, out, torch.zeros(3, 3))
+    with pytest.raises(ValueError, match="features"):
+        norm_features_cuda(rows.kv, torch.ones(3, 32), EPS, out)
+    with pytest.raises(ValueError, match="contiguous"):
+        norm_features_cuda(rows.kv, torch.ones(32, 4).t(), EPS, out)
     odd = Case(3, 4, 2, 36, 5, 8).shape("cpu")
     with pytest.raises(ValueError, match="heads of 36"):
         attend_cuda(rows, odd, table, view, length, parts, out)

@@ -14,6 +14,7 @@ from dflash_cases import (
     ANCHOR,
     CASES,
     CHUNKS,
+    LAGUNA,
     NUM_ROWS,
     as_in_gguf,
     config,
@@ -25,7 +26,11 @@ from dflash_cases import (
     write_gguf_drafter,
 )
 
-KINDS = {**CASES, "second, causal": config(True, **ALL_SLIDING, is_causal=True)}
+KINDS = {
+    **CASES,
+    "second, causal": config(True, **ALL_SLIDING, is_causal=True),
+    "Laguna": LAGUNA,
+}
 
 
 def opened(path: Path, values: dict[str, object], types: dict[str, str] | None = None) -> CpuDflash:

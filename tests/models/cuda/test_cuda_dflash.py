@@ -38,6 +38,7 @@ from device_arrays import array_of
 from dflash_cases import (
     ALL_SLIDING,
     ANCHOR,
+    LAGUNA,
     MIXED,
     SECOND,
     YARN,
@@ -70,6 +71,12 @@ def tiny_config(second: bool = False, **changes: Any) -> dict[str, Any]:
     return values
 
 
+def laguna_config() -> dict[str, Any]:
+    sizes = {"hidden_size": WIDTH, "vocab_size": VOCAB, "draft_vocab_size": VOCAB, "num_target_layers": 2}
+    section = {"target_layer_ids": list(AUX_LAYERS), "mask_token_id": VOCAB - 1, "block_size": 8}
+    return LAGUNA | sizes | {"dflash_config": section}
+
+
 CASES = {
     "full": tiny_config(),
     "mixed, yarn": tiny_config(**MIXED, rope_scaling=YARN),
@@ -77,6 +84,7 @@ CASES = {
     "second": tiny_config(True, **ALL_SLIDING, is_causal=False),
     "second, narrow": tiny_config(True, **ALL_SLIDING | {"sliding_window": 4}, is_causal=False),
     "second, full": tiny_config(True, is_causal=False),
+    "Laguna": laguna_config(),
 }
 
 

@@ -32,7 +32,9 @@ QUANTS = ("F32", "BF16", "Q8_0", "Q4_K", "Q2_K")
 Step = Callable[[DflashBlock], None]
 
 
-@pytest.fixture(params=[(name, quant) for name in ("mixed, yarn", "second") for quant in QUANTS], ids=str)
+@pytest.fixture(
+    params=[(name, quant) for name in ("mixed, yarn", "second", "Laguna") for quant in QUANTS], ids=str
+)
 def drafter(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DflashFile]:
     name, quant = request.param
     spec = spec_of(CASES[name])

@@ -242,8 +242,10 @@ __global__ void __launch_bounds__((warps * warp_size))
 }
 
 // grid (rows · heads), 32 threads: the parts of a row's head as one, 0 for a row that sees nothing.
+// gates: of each row's heads, whose softplus multiplies the head; null: none.
 template <int D>
-__global__ void __launch_bounds__(warp_size) merge_draft(const float* parts, int splits, float* out) {
+__global__ void __launch_bounds__(warp_size)
+    merge_draft(const float* parts, int splits, const float* gates, float* out) {
   wait_for_previous_grid();
   release_next_grid();
   const int64_t stride = int64_t(gridDim.x) * (D + 2);
@@ -260,6 +262,11 @@ __global__ void __launch_bounds__(warp_size) merge_draft(const float* parts, int
     for (int c = 0; c < D / warp_size; c++) {
       sums[c] = __fmaf_rn(kept, part[s * stride + c * warp_size + threadIdx.x], sums[c]);
     }
+  }
+  if (gates != nullptr) {
+    const float gate = exact_softplus(gates[blockIdx.x]);
+#pragma unroll
+    for (int c = 0; c < D / warp_size; c++) sums[c] *= gate;
   }
 #pragma unroll
   for (int c = 0; c < D / warp_size; c++) {

@@ -27,7 +27,7 @@ ROWS = CudaProgram(
     Path(__file__).with_name("rows.cu"),
     (
         *("draft_convolve", "place_draft_rows", "place_committed_rows"),
-        *("score_draft_pairs", "choose_draft_chain", "forget_draft_rows"),
+        *("score_draft_pairs", "choose_draft_chain", "forget_draft_rows", "norm_draft_features"),
     ),
 )
 ATTEND, MERGE = "attend_draft<{}, {}>", "merge_draft<{}>"
@@ -167,6 +167,22 @@ def convolve_cuda(x: DeviceArray, base: DeviceArray, dynamic: DeviceArray, out: 
     ROWS.kernel("draft_convolve").launch(grid, THREADS, (x, weights, out, cols), overlap=True)
 
 
+def norm_features_cuda(features: DeviceArray, weights: DeviceArray, eps: float, out: DeviceArray) -> None:
+    """`reference.norm_features` of bfloat16 features [n, layers · E] into float32 `out`, of their shape.
+
+    weights: float32 [layers, E]. All are contiguous. ValueError if shapes disagree.
+    """
+    (rows, width), (layers, cols) = features.shape, weights.shape
+    if width != layers * cols or out.shape != features.shape:
+        raise ValueError(
+            f"features {tuple(features.shape)} by {tuple(weights.shape)} into {tuple(out.shape)}"
+        )
+    if not all(each.is_contiguous() for each in (features, weights, out)):
+        raise ValueError("features, their weights and their norms must be contiguous")
+    args = (features, weights, eps, out, cols)
+    ROWS.kernel("norm_draft_features").launch((layers, rows, 1), THREADS, args, overlap=True)
+
+
 def place_draft_rows_cuda(
     rows: DraftRows,
     keys: DeviceArray,
@@ -259,12 +275,13 @@ def attend_cuda(
     length: DeviceArray,
     parts: DeviceArray,
     out: DeviceArray,
+    gates: DeviceArray | None = None,
 ) -> None:
     """Attention of the block's rows, placed before, into float32 `out` [B, query_dim].
 
     They see what `view` says of its layer's context and of each other. length: as `place_draft_rows_cuda` has
-    it; parts: float32, see `parts_shape`. ValueError if shapes disagree or there are no kernels for such
-    heads.
+    it; parts: float32, see `parts_shape`. gates: contiguous float32 [B, num_heads], as `reference.gated` has
+    them. ValueError if shapes disagree or there are no kernels for such heads.
     """
     num_rows, dim, splits = len(rows.queries), shape.dim, len(parts)
     if dim not in HEAD_SIZES or shape.num_heads % shape.num_kv_heads:
@@ -273,6 +290,8 @@ def attend_cuda(
         raise ValueError(f"attention of rows {tuple(rows.queries.shape)} into {tuple(out.shape)}")
     if parts.shape != parts_shape(num_rows, shape, splits):
         raise ValueError(f"parts {tuple(parts.shape)} of {num_rows} rows")
+    if gates is not None and (gates.shape != (num_rows, shape.num_heads) or not gates.is_contiguous()):
+        raise ValueError(f"gates {tuple(gates.shape)} of {num_rows} rows of {shape.num_heads} heads")
     attention = DraftAttention(
         queries=rows.queries.data_ptr(),
         kv=rows.kv.data_ptr(),
@@ -293,7 +312,7 @@ def attend_cuda(
         grid, warps * WARP_SIZE, (attention,), shared_bytes=part_bytes(dim, warps), overlap=True
     )
     merged = (num_rows * shape.num_heads, 1, 1)
-    ATTENTION.kernel(MERGE.format(dim)).launch(merged, WARP_SIZE, (parts, splits, out), overlap=True)
+    ATTENTION.kernel(MERGE.format(dim)).launch(merged, WARP_SIZE, (parts, splits, gates, out), overlap=True)
 
 
 def score_pairs_cuda(

@@ -44,6 +44,19 @@ def attend(
     return by_row.reshape(count, num_heads * head_dim)
 
 
+def gated(mixed: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    """Outputs of attention [B, heads · d], of which the softplus of gates [B, heads] multiplies each head."""
+    heads = mixed.view(*gates.shape, -1) * functional.softplus(gates.float())[:, :, None].to(mixed.dtype)
+    return heads.view(mixed.shape)
+
+
+def norm_features(features: torch.Tensor, weights: torch.Tensor, eps: float) -> torch.Tensor:
+    """The norm of every auxiliary layer's part of features [n, layers · E] by weights [layers, E]."""
+    parts = features.view(len(features), *weights.shape)
+    normed = [norm(parts[:, layer], weight, eps) for layer, weight in enumerate(weights)]
+    return torch.cat(normed, dim=-1)
+
+
 def convolve(x: torch.Tensor, base: torch.Tensor, dynamic: torch.Tensor) -> torch.Tensor:
     """Rows [B, E], of which each is a weighted sum of rows of x [B, E] up to its own.
 

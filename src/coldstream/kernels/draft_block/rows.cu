@@ -27,6 +27,31 @@ __global__ void __launch_bounds__(block_threads)
   y[int64_t(row) * cols + col] = sum;
 }
 
+// grid (auxiliary layers, rows): the norm of each layer's part of a row of features by its own weights, both
+// [layers, cols].
+__global__ void __launch_bounds__(block_threads)
+    norm_draft_features(const Bfloat16Bits* features, const float* weights, float eps, float* out, int cols) {
+  __shared__ float of_warps[block_threads / warp_size];
+  wait_for_previous_grid();
+  release_next_grid();
+  const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
+  const int64_t at = (int64_t(blockIdx.y) * gridDim.x + blockIdx.x) * cols;
+  const float* weight = weights + int64_t(blockIdx.x) * cols;
+  float sum = 0.0f;
+  for (int i = threadIdx.x; i < cols; i += block_threads) {
+    const float x = bfloat16_to_float(features[at + i]);
+    sum = __fmaf_rn(x, x, sum);
+  }
+  sum = sum_of_warp(sum);
+  if (lane == 0) of_warps[warp] = sum;
+  __syncthreads();
+  const float total = sum_of_warp(lane < block_threads / warp_size ? of_warps[lane] : 0.0f);
+  const float scale = inverse_sqrt(total / float(cols) + eps);
+  for (int i = threadIdx.x; i < cols; i += block_threads) {
+    out[at + i] = bfloat16_to_float(features[at + i]) * scale * weight[i];
+  }
+}
+
 struct DraftRope {
   const double* turns;  // [head_dim / 2], of a position, in whole turns
   float magnitude;      // of cosines and sines

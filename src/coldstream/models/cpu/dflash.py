@@ -21,7 +21,13 @@ from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.ops import Array, Weight
 from coldstream.models.dflash.context import CommittedRows, ContextRows, new_contexts
 from coldstream.models.dflash.file import DflashFile
-from coldstream.models.dflash.spec import DflashSpec, DraftLattice, tensor_shapes, visible_rows
+from coldstream.models.dflash.spec import (
+    DflashSpec,
+    DraftLattice,
+    is_matrix,
+    tensor_shapes,
+    visible_rows,
+)
 from coldstream.models.dflash.weights import DflashLayerWeights, DflashWeights, DynamicConvolution
 
 MOST_WAITING: Final = 16  # rows that wait for a draft, so that those between drafts are computed together
@@ -31,7 +37,7 @@ Rotations = tuple[Array, Array]  # cosines and sines [n, 1, head_dim / 2]
 def weight_bytes(file: DflashFile) -> int:
     """Memory of the weights: matrices as they are in the file, the rest as float32."""
     return sum(
-        file.tensor(name).num_bytes if len(shape) == 2 else 4 * prod(shape)
+        file.tensor(name).num_bytes if is_matrix(name, shape) else 4 * prod(shape)
         for name, shape in tensor_shapes(file.spec).items()
     )
 
@@ -66,6 +72,14 @@ class CpuDflash:
         """For heads of rows at positions [n]."""
         cos, sin = self.spec.rope.cos_sin(positions, self.spec.head_dim)
         return cos[:, None], sin[:, None]
+
+    def context(self, features: Array) -> Array:
+        """The vectors [n, E] of committed rows, of which every layer keeps keys and values."""
+        weights, spec = self.weights, self.spec
+        if weights.aux_norms is not None:
+            of_layers = weights.aux_norms.ravel()
+            features = self.ops.norm_streams(features, of_layers, spec.rms_norm_eps, len(spec.aux_layers))
+        return self.norm(self.product(features, weights.fc), weights.hidden_norm)
 
     def keys_values(self, x: Array, layer: DflashLayerWeights, rotations: Rotations) -> tuple[Array, Array]:
         """Keys and values [n, num_kv_heads, head_dim] of rows [n, E]."""
@@ -142,10 +156,11 @@ class CpuDflashSequence(CommittedRows[ContextRows]):
 
     def _compute(self, parts: list[Array], positions: Array) -> None:
         model = self._model
-        context = model.norm(model.product(self._joined(parts), model.weights.fc), model.weights.hidden_norm)
+        context = model.context(self._joined(parts))
         rotations = model.rotations(positions)
         for layer, rows in zip(model.weights.layers, self._contexts, strict=True):
-            rows.append(*model.keys_values(context, layer, rotations), positions)
+            x = model.norm(context, layer.attn_norm) if self.spec.is_laguna else context
+            rows.append(*model.keys_values(x, layer, rotations), positions)
 
     @host_memory_errors()
     def draft(self, anchor: int, num_rows: int, num_candidates: int) -> DraftLattice:
@@ -186,6 +201,9 @@ class CpuDflashSequence(CommittedRows[ContextRows]):
         first = 0 if window is None else int(positions[0]) - window + 1
         keys, values, seen = rows.with_block(first, *model.keys_values(x, layer, rotations), positions)
         mixed = _attend(queries, keys, values, visible_rows(layer.layer, positions, seen))
+        if layer.attn_gate is not None:
+            gates = np.logaddexp(model.product(x, layer.attn_gate), np.float32(0))  # the softplus
+            mixed = (mixed.reshape(*gates.shape, -1) * gates[:, :, None]).reshape(mixed.shape)
         result = model.product(mixed, layer.attn_output)
         return result if conv is None or dynamic is None else model.convolved(result, dynamic, conv, 1)
 

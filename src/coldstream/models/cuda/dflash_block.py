@@ -30,6 +30,7 @@ from coldstream.kernels.draft_block.cuda import (
     LayerView,
     attend_cuda,
     convolve_cuda,
+    norm_features_cuda,
     num_splits,
     parts_shape,
     place_committed_rows_cuda,
@@ -183,10 +184,13 @@ class DflashBlock:
         """Puts committed rows, features [n, feature_size], into contexts; see `place_committed_rows_cuda`."""
         ops, weights = self._ops, self.weights
         ops.memory.start_step()
-        states = ops.activations(*features.shape)
-        ops.launch(copy_values_cuda, features, states.values)
+        states, eps = ops.activations(*features.shape), self.spec.rms_norm_eps
+        if weights.aux_norms is None:
+            ops.launch(copy_values_cuda, features, states.values)
+        else:
+            ops.launch(norm_features_cuda, features, weights.aux_norms, eps, states.values)
         (hidden,) = ops.linear(self._quantised(states), (weights.fc,))
-        normed = ops.rms_norm(hidden, weights.hidden_norm, self.spec.rms_norm_eps)
+        normed = ops.rms_norm(hidden, weights.hidden_norm, eps)
         for index in range(0, self.spec.num_layers, MAX_COMMITTED_LAYERS):
             layers = weights.layers[index : index + MAX_COMMITTED_LAYERS]
             rows = self._committed(normed, layers)
@@ -196,10 +200,17 @@ class DflashBlock:
     def _committed(
         self, normed: Activations, layers: Sequence[DflashLayerWeights]
     ) -> list[CommittedRowsOfLayer]:
-        """Keys and values of committed rows in these layers, by one product."""
+        """Keys and values of committed rows in these layers, by one product unless each norms its input."""
+        if self.spec.is_laguna:
+            return [self._normed_and_committed(normed, layer) for layer in layers]
         matrices = [matrix for layer in layers for matrix in (layer.attn_k, layer.attn_v)]
         outs = iter(self._ops.linear(normed, matrices))
         return [CommittedRowsOfLayer(next(outs), next(outs), layer.attn_k_norm) for layer in layers]
+
+    def _normed_and_committed(self, context: Activations, layer: DflashLayerWeights) -> CommittedRowsOfLayer:
+        normed = self._ops.rms_norm(context.values, layer.attn_norm, self.spec.rms_norm_eps)
+        keys, values = self._ops.linear(normed, (layer.attn_k, layer.attn_v))
+        return CommittedRowsOfLayer(keys, values, layer.attn_k_norm)
 
     def draft(self, num_rows: int, root: DeviceArray, length: DeviceArray) -> None:
         """The candidates of num_rows − 1 positions after `root`, behind the rows of `contexts`.
@@ -251,13 +262,16 @@ class DflashBlock:
         """What attention adds to the residual stream, [B, E]."""
         ops, heads, seen, num_rows = self._ops, self.heads, layer.layer, normed.shape[0]
         x, dynamic = self._convolved(normed, layer.attn_conv)
-        queries, keys, values = ops.linear(x, (layer.attn_q, layer.attn_k, layer.attn_v))
+        matrices = [layer.attn_q, layer.attn_k, layer.attn_v]
+        if layer.attn_gate is not None:
+            matrices.append(layer.attn_gate)
+        queries, keys, values, *gates = ops.linear(x, matrices)
         rows = DraftRows(queries, ops.empty(num_rows, 2 * heads.kv_dim, dtype="bfloat16"))
         weights = (layer.attn_q_norm, layer.attn_k_norm)
         ops.launch(place_draft_rows_cuda, rows, keys, values, heads, weights, length)
         parts = ops.empty(*parts_shape(num_rows, heads, self._num_splits))
         view, out = LayerView(index, seen.window, seen.is_causal), ops.activations(num_rows, heads.query_dim)
-        ops.launch(attend_cuda, rows, heads, self.contexts, view, length, parts, out.values)
+        ops.launch(attend_cuda, rows, heads, self.contexts, view, length, parts, out.values, *gates)
         (update,) = ops.linear(self._quantised(out), (layer.attn_output,))
         return self._convolve(update, layer.attn_conv, dynamic)
 

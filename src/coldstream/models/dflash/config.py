@@ -23,7 +23,9 @@ from coldstream.models.spec.hyperparameters import MAX_HEADS
 
 MAX_CONFIG_BYTES: Final = 1 << 20
 _SECTION: Final = "dflash_config"
-_KINDS: Final = {"DFlashDraftModel": False, "DFlash2DraftModel": True}  # whether it is of the second kind
+_LAGUNA: Final = "DFlashLagunaForCausalLM"
+# Whether it is of the second kind.
+_KINDS: Final = {"DFlashDraftModel": False, "DFlash2DraftModel": True, _LAGUNA: False}
 _SECOND_KEYS: Final = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 # Values that change nothing, of keys for what is not computed here.
 _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
@@ -34,13 +36,15 @@ _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "hidden_act": ("silu",),
     "partial_rotary_factor": (1, 1.0),
     "truncate": (True,),
+    "num_experts": (0,),
 }
 _ROPE_KEYS: Final = {
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
     "attention_factor", "partial_rotary_factor", "truncate",
 }  # fmt: skip
 _SECTION_KEYS: Final = {
-    "target_layer_ids", "mask_token_id", "block_size", "is_causal", "num_target_layers", *_SECOND_KEYS,
+    "target_layer_ids", "mask_token_id", "block_size", "is_causal", "causal", "num_target_layers",
+    *_SECOND_KEYS,
     "input_embedding_scale", "output_multiplier", "final_logit_softcapping",
 }  # fmt: skip
 _FOREIGN: Final = {
@@ -74,6 +78,7 @@ def spec_of_config(config: Mapping[str, Any], path: Path) -> DflashSpec:
     head_dim = keys.integer("head_dim", 2, limits.MAX_HEAD_DIM)
     vocab_size = keys.integer("vocab_size", 1, limits.MAX_VOCAB_SIZE)
     windows = _windows(keys, keys.integer("num_hidden_layers", 1, limits.MAX_DFLASH_LAYERS))
+    is_laguna = _is_laguna(keys)
     num_target_layers = None
     if "num_target_layers" in keys:
         num_target_layers = keys.integer("num_target_layers", 1, limits.MAX_TARGET_LAYERS)
@@ -90,8 +95,11 @@ def spec_of_config(config: Mapping[str, Any], path: Path) -> DflashSpec:
         mask_id=keys.integer("mask_token_id", 0, vocab_size - 1),
         aux_layers=keys.integers("target_layer_ids", 0, limits.MAX_TARGET_LAYERS),
         num_target_layers=num_target_layers,
-        layers=layers_of(windows, keys.flag("is_causal") if "is_causal" in keys else None),
+        layers=layers_of(
+            windows, keys.flag("is_causal") if "is_causal" in keys else None, is_laguna=is_laguna
+        ),
         second=read_second(keys, _SECOND_KEYS, hidden_size, vocab_size),
+        is_laguna=is_laguna,
     )
     check_numbers(
         spec, keys, aux_layers="target_layer_ids", num_kv_heads="num_key_value_heads", head_dim="head_dim"
@@ -122,7 +130,7 @@ def _flattened(config: Mapping[str, Any], path: Path) -> Metadata:
     for name, value in _section(config, _SECTION, path).items():
         if name not in _SECTION_KEYS:
             raise _unknown(path, f"{_SECTION}.{name}")
-        add(name, value)
+        add("is_causal" if name == "causal" else name, value)
     add("rope.rope_theta", config.get("rope_theta"))
     for section in ("rope_parameters", "rope_scaling"):
         for name, value in _section(config, section, path).items():
@@ -180,6 +188,22 @@ def _refuse_unknown(keys: Metadata) -> None:
         if _KINDS[name] != has_second:
             problem = f"{name}, but {'there are' if has_second else 'it lacks'} {', '.join(_SECOND_KEYS)}"
             raise keys.error(InconsistentError, "architectures", problem)
+
+
+def _is_laguna(keys: Metadata) -> bool:
+    """Whether it is a drafter of Laguna, with gates of heads and the vocabulary of its target."""
+    names = keys.get("architectures", [])
+    if _LAGUNA not in (names if isinstance(names, list) else [names]):
+        return False
+    gating = keys.get("gating", True)
+    if not (gating is True or gating == "per-head"):
+        problem = f"{gating!r:.40}, supported is 'per-head': choose another drafter"
+        raise keys.error(UnsupportedError, "gating", problem)
+    vocab_size = keys.integer("vocab_size", 1, limits.MAX_VOCAB_SIZE)
+    if keys.integer("draft_vocab_size", 1, limits.MAX_VOCAB_SIZE, vocab_size) != vocab_size:
+        problem = f"not the {vocab_size} tokens of its target: choose another drafter"
+        raise keys.error(UnsupportedError, "draft_vocab_size", problem)
+    return True
 
 
 def _windows(keys: Metadata, num_layers: int) -> tuple[int | None, ...]:

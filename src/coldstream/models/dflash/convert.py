@@ -1,9 +1,11 @@
 """Converts a DFlash drafter from safetensors to the GGUF file that is run, and keeps what it has converted.
 
-The bytes of all weights stay as they are: F32, F16 and BF16 are types of both formats. A drafter that is
-given as a folder is converted once, into the user's cache. The cache has a file for each folder, and beside
-it a record of its sources. The file is used again if the sources have the recorded sizes and times, and if
-nobody has written to the file since. Otherwise it is made anew.
+The bytes of all weights stay as they are: F32, F16 and BF16 are types of both formats. Laguna's drafters have
+the projections of attention in one matrix, which is divided, and norms one by one, which are joined.
+
+A drafter that is given as a folder is converted once, into the user's cache. The cache has a file for each
+folder, and beside it a record of its sources. The file is used again if the sources have the recorded sizes
+and times, and if nobody has written to the file since. Otherwise it is made anew.
 """
 
 import fcntl
@@ -12,13 +14,14 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from coldstream.errors import ModelChangedError, ModelNotFoundError, StorageError
+from coldstream.errors import InconsistentError, ModelChangedError, ModelNotFoundError, StorageError
 from coldstream.files import cannot_write, replacing, write_file
 from coldstream.gguf.header_bytes import NewTensor, header_bytes
-from coldstream.gguf.messages import shorten
+from coldstream.gguf.messages import RECONVERT, shorten
 from coldstream.models.dflash.config import read_config
 from coldstream.models.dflash.file import matched_names
 from coldstream.models.dflash.metadata import metadata_of
@@ -36,6 +39,7 @@ _HF_NAMES: Final = {
     "fc.weight": "fc.weight",
     "hidden_norm.weight": "enc.output_norm.weight",
     "norm.weight": "output_norm.weight",
+    "aux_hidden_norms": "enc.aux_norm.weight",
     "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
     "candidate_selector.successor_codebook": "selector_successor.weight",
     "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
@@ -46,6 +50,10 @@ _HF_LAYER_NAMES: Final = {
     "self_attn.k_proj.weight": "attn_k.weight",
     "self_attn.v_proj.weight": "attn_v.weight",
     "self_attn.o_proj.weight": "attn_output.weight",
+    "self_attn.g_proj.weight": "attn_gate.weight",
+    "self_attn.qkv_proj.weight, queries": "attn_q.weight",
+    "self_attn.qkv_proj.weight, keys": "attn_k.weight",
+    "self_attn.qkv_proj.weight, values": "attn_v.weight",
     "self_attn.q_norm.weight": "attn_q_norm.weight",
     "self_attn.k_norm.weight": "attn_k_norm.weight",
     "post_attention_layernorm.weight": "ffn_norm.weight",
@@ -75,9 +83,12 @@ def convert(folder: Path, out: Path, progress: Progress | None = None) -> None:
     """
     spec = read_config(folder / CONFIG_NAME)
     with SafetensorsFile.open(folder) as source:
-        names = matched_names(spec, source.shapes, _hf_names(spec), folder)
+        sources = _sources(spec, source, folder)
+        shapes = {name: each.shape for name, each in sources.items()}
+        names = matched_names(spec, shapes, _hf_names(spec), folder)
         tensors = [
-            NewTensor(name, shape, source.types[names[name]]) for name, shape in tensor_shapes(spec).items()
+            NewTensor(name, shape, source.types[sources[names[name]].parts[0].name])
+            for name, shape in tensor_shapes(spec).items()
         ]
         header, places = header_bytes(metadata_of(spec), tensors)
         total, done = sum(place.num_bytes for place in places), 0
@@ -86,7 +97,7 @@ def convert(folder: Path, out: Path, progress: Progress | None = None) -> None:
                 file.write(header)
                 for place in places:
                     file.write(bytes(place.offset - file.tell()))
-                    for piece in source.pieces(names[place.name]):
+                    for piece in _pieces(source, sources[names[place.name]]):
                         file.write(piece)
                         done += len(piece)
                         if progress is not None:
@@ -177,6 +188,52 @@ def _storage_advice() -> Iterator[None]:
         yield
     except StorageError as error:
         raise StorageError(f"the drafter cannot be kept: {error}; {ADVICE}") from error
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some rows of a tensor in a safetensors file."""
+
+    name: str
+    rows: slice  # within the tensor
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a tensor is made from."""
+
+    shape: tuple[int, ...]
+    parts: tuple[_Part, ...]  # in order
+
+
+def _sources(spec: DflashSpec, source: SafetensorsFile, folder: Path) -> dict[str, _Source]:
+    """The tensors of a folder by the names that `_hf_names` knows. InconsistentError if norms differ."""
+    found: dict[str, _Source] = {}
+    norms = [f"aux_hidden_norms.{index}.weight" for index in range(len(spec.aux_layers))]
+    present = [name for name in norms if name in source.shapes]
+    if spec.is_laguna and present:
+        kinds = {(source.shapes[name], source.types[name]) for name in present}
+        if len(kinds) > 1:
+            problem = f"{present[0]} and its neighbours differ in shape or type: {RECONVERT}"
+            raise InconsistentError(f"{shorten(folder)}: {problem}")
+        shape = (len(present), *source.shapes[present[0]])
+        found["aux_hidden_norms"] = _Source(shape, tuple(_Part(name, slice(None)) for name in present))
+    for name, shape in source.shapes.items():
+        if spec.is_laguna and name in present:
+            continue
+        if spec.is_laguna and name.endswith(".qkv_proj.weight") and len(shape) == 2:
+            bounds = (0, spec.query_dim, spec.query_dim + spec.kv_dim, shape[0])
+            for part, first, end in zip(("queries", "keys", "values"), bounds, bounds[1:], strict=False):
+                rows = slice(first, end)
+                found[f"{name}, {part}"] = _Source((max(0, end - first), shape[1]), (_Part(name, rows),))
+        else:
+            found[name] = _Source(shape, (_Part(name, slice(None)),))
+    return found
+
+
+def _pieces(source: SafetensorsFile, tensor: _Source) -> Iterator[bytes]:
+    for part in tensor.parts:
+        yield from source.pieces(part.name, part.rows)
 
 
 def _hf_names(spec: DflashSpec) -> dict[str, str]:

@@ -18,7 +18,7 @@ from coldstream.gguf.messages import RECONVERT
 from coldstream.gguf.metadata import Metadata
 from coldstream.kernels.rope.scaling import Yarn, yarn_magnitude
 from coldstream.models.dflash import spec as limits
-from coldstream.models.dflash.spec import Dflash2Spec, DflashLayer, DflashRope, DflashSpec, layers_of
+from coldstream.models.dflash.spec import Dflash2Spec, DflashRope, DflashSpec, layers_of
 from coldstream.models.spec.hyperparameters import MAX_HEADS
 
 _TOKENS: Final = "tokenizer.ggml.tokens"
@@ -48,7 +48,7 @@ class _Convention:
     offset: int  # of the file's numbers of layers above Hugging Face's
     mask_id: str | None  # None: a key of the tokenizer
     num_target_layers: str
-    others: tuple[str, ...] = ()  # that say nothing which is not said elsewhere
+    others: tuple[str, ...] = ()  # further keys
 
     @property
     def own(self) -> set[str]:
@@ -63,8 +63,10 @@ class _Convention:
         return {f"{self.prefix}{name}" for name in names if name is not None}
 
 
+_DECODER: Final = "decoder_arch"  # mainline's files do not have it: whose layers a drafter's are
+_LAGUNA: Final = "laguna"
 _SECOND_NAMES: Final = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-_MAINLINE: Final = _Convention("", "target_layers", 1, None, "num_target_layers")
+_MAINLINE: Final = _Convention("", "target_layers", 1, None, "num_target_layers", (_DECODER,))
 _OLDER: Final = _Convention(
     "dflash.", "target_layer_ids", 0, "mask_token_id", "n_target_layers", ("n_target_features",)
 )
@@ -106,11 +108,13 @@ def metadata_of(spec: DflashSpec) -> dict[str, MetaValue]:
         "attention.layer_norm_rms_epsilon": float(np.float32(spec.rms_norm_eps)),
         "block_size": spec.block_size,
         "target_layers": [layer + _MAINLINE.offset for layer in spec.aux_layers],
-        **_layers_metadata(spec.layers),
+        **_layers_metadata(spec),
         **_rope_metadata(spec.rope),
     }
     if spec.num_target_layers is not None:
         values["num_target_layers"] = spec.num_target_layers
+    if spec.is_laguna:
+        values[_DECODER] = _LAGUNA
     if spec.second is not None:
         second = spec.second
         numbers = (second.conv_kernel, second.conv_group, second.selector_rank, second.selector_top_k)
@@ -119,14 +123,15 @@ def metadata_of(spec: DflashSpec) -> dict[str, MetaValue]:
     return {"general.architecture": "dflash", **named, _MASK_ID: spec.mask_id}
 
 
-def _layers_metadata(layers: tuple[DflashLayer, ...]) -> dict[str, MetaValue]:
+def _layers_metadata(spec: DflashSpec) -> dict[str, MetaValue]:
     values: dict[str, MetaValue] = {}
+    layers = spec.layers
     windows = {layer.window for layer in layers if layer.window is not None}
     if windows:
         (window,) = windows  # no file has several
         values["attention.sliding_window"] = window
         values["attention.sliding_window_pattern"] = [layer.window is not None for layer in layers]
-    if layers != layers_of(tuple(layer.window for layer in layers), None):
+    if layers != layers_of(tuple(layer.window for layer in layers), None, is_laguna=spec.is_laguna):
         (is_causal,) = {layer.is_causal for layer in layers}
         values["attention.causal"] = is_causal
     return values
@@ -179,6 +184,7 @@ class _SpecReader:
         windows = self._windows(self.integer("block_count", 1, limits.MAX_DFLASH_LAYERS))
         causal = self.key("attention.causal")
         aux_layers = self._aux_layers()
+        is_laguna = self._is_laguna()
         spec = DflashSpec(
             hidden_size=hidden_size,
             vocab_size=vocab_size,
@@ -192,8 +198,9 @@ class _SpecReader:
             mask_id=keys.integer(self._mask_key(), 0, vocab_size - 1),
             aux_layers=aux_layers,
             num_target_layers=self._num_target_layers(aux_layers),
-            layers=layers_of(windows, keys.flag(causal) if causal in keys else None),
+            layers=layers_of(windows, keys.flag(causal) if causal in keys else None, is_laguna=is_laguna),
             second=self._second(hidden_size, vocab_size),
+            is_laguna=is_laguna,
         )
         self._check_heads(head_dim)
         check_numbers(
@@ -208,6 +215,15 @@ class _SpecReader:
     def _second(self, hidden_size: int, vocab_size: int) -> Dflash2Spec | None:
         kernel, group, rank, top_k = (self.own(name) for name in _SECOND_NAMES)
         return read_second(self.keys, (kernel, group, rank, top_k), hidden_size, vocab_size)
+
+    def _is_laguna(self) -> bool:
+        key = self.own(_DECODER)
+        if key not in self.keys:
+            return False
+        if (decoder := self.keys.text(key)) != _LAGUNA:
+            problem = f"{decoder!r:.40}, supported is {_LAGUNA}: choose another drafter"
+            raise self.keys.error(UnsupportedError, key, problem)
+        return True
 
     def _refuse_unknown(self) -> None:
         known = {self.key(name) for name in _KNOWN | self.convention.own}
@@ -312,6 +328,11 @@ def check_numbers(
         raise keys.error(
             LimitError, aux_layers, f"{len(spec.aux_layers)} layers, the limit is {limits.MAX_AUX_LAYERS}"
         )
+    if spec.is_laguna and spec.second is not None:
+        problem = (
+            "Laguna's drafters are of the first kind, and this one has a selector: choose another drafter"
+        )
+        raise keys.error(UnsupportedError, aux_layers, problem)
     if spec.num_target_layers is not None and spec.aux_layers[-1] >= spec.num_target_layers:
         problem = f"layer {spec.aux_layers[-1]} of a model with {spec.num_target_layers} layers"
         raise keys.error(InconsistentError, aux_layers, problem)

@@ -89,12 +89,17 @@ class SafetensorsFile(Closing):
                 )
             return cls(places, cleanup.pop_all())
 
-    def pieces(self, name: str) -> Iterator[bytes]:
-        """The bytes of a tensor in order, some at a time. Raises ModelChangedError if the file shrank."""
+    def pieces(self, name: str, rows: slice = slice(None)) -> Iterator[bytes]:
+        """The bytes of these rows of a tensor in order, some at a time.
+
+        Raises ModelChangedError if the file shrank.
+        """
         place = self._places[name]
-        done = 0
-        while done < place.num_bytes:
-            wanted = min(_PIECE_BYTES, place.num_bytes - done)
+        num_rows = place.shape[0] if place.shape else 1
+        first, end, _ = rows.indices(num_rows)
+        done, end_byte = (each * (place.num_bytes // max(1, num_rows)) for each in (first, end))
+        while done < end_byte:
+            wanted = min(_PIECE_BYTES, end_byte - done)
             try:
                 piece = os.pread(place.descriptor, wanted, place.offset + done)
             except OSError as error:

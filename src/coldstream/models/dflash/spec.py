@@ -2,7 +2,8 @@
 
 A drafter of the first kind is a small bidirectional transformer over a block of mask tokens that reads some
 residual streams of its target. One of the second kind (DFlash 2) has short dynamic convolutions around every
-sublayer and a selector that scores pairs of neighbouring tokens as well. Knows nothing of files and weights.
+sublayer and a selector that scores pairs of neighbouring tokens as well. Laguna's drafters are of the first
+kind, with gates and further norms. Knows nothing of files and weights.
 """
 
 from dataclasses import dataclass
@@ -67,12 +68,16 @@ class DflashLayer:
     is_causal: bool  # no rows behind its own
 
 
-def layers_of(windows: tuple[int | None, ...], is_causal: bool | None) -> tuple[DflashLayer, ...]:
+def layers_of(
+    windows: tuple[int | None, ...], is_causal: bool | None, *, is_laguna: bool = False
+) -> tuple[DflashLayer, ...]:
     """The layers with these windows, all causal or none if the file says so.
 
-    If the file does not say (None), layers with a window are causal and the others are not: such drafters
-    were trained so.
+    If the file does not say (None), all layers of Laguna's drafters are causal. Of others, layers with a
+    window are, and those without one are not: such drafters were trained so.
     """
+    if is_causal is None and is_laguna:
+        is_causal = True
     return tuple(
         DflashLayer(window, window is not None if is_causal is None else is_causal) for window in windows
     )
@@ -106,6 +111,9 @@ class DflashSpec:
     num_target_layers: int | None  # None: the file does not say
     layers: tuple[DflashLayer, ...]
     second: Dflash2Spec | None = None  # None: a drafter of the first kind
+    # Whether it is Laguna's: every auxiliary layer has a norm before `fc`, committed rows pass through each
+    # layer's first norm, and every head of attention has a gate, the softplus of a product.
+    is_laguna: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -194,6 +202,8 @@ def tensor_shapes(spec: DflashSpec) -> dict[str, tuple[int, ...]]:
         "enc.output_norm.weight": (width,),
         "output_norm.weight": (width,),
     }
+    if spec.is_laguna:
+        shapes["enc.aux_norm.weight"] = (len(spec.aux_layers), width)
     for index in range(spec.num_layers):
         layer: dict[str, tuple[int, ...]] = {
             "attn_norm.weight": (width,),
@@ -208,6 +218,8 @@ def tensor_shapes(spec: DflashSpec) -> dict[str, tuple[int, ...]]:
             "ffn_up.weight": (spec.ffn_size, width),
             "ffn_down.weight": (width, spec.ffn_size),
         }
+        if spec.is_laguna:
+            layer["attn_gate.weight"] = (spec.num_heads, width)
         if spec.second is not None:
             kernel = spec.second.conv_kernel
             dynamic = 2 * kernel * (width // spec.second.conv_group)
@@ -221,6 +233,11 @@ def tensor_shapes(spec: DflashSpec) -> dict[str, tuple[int, ...]]:
         shapes["selector_successor.weight"] = (spec.vocab_size, rank)
         shapes["selector_hidden.weight"] = (rank, width)
     return shapes
+
+
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of `tensor_shapes` is multiplied or gathered, in the type that it has in the file."""
+    return len(shape) == 2 and not name.endswith("_norm.weight")
 
 
 def check_gpu(spec: DflashSpec) -> None:
@@ -258,6 +275,8 @@ def check_target(spec: DflashSpec, target: ModelSpec) -> None:
                 f"the drafter is for a model with {what.format(drafter_has)}, and the model has "
                 f"{target_has}: {advice}"
             )
+    if spec.is_laguna and target.architecture != "laguna":
+        raise ConfigError(f"the drafter is for Laguna, and the model is {target.architecture}: {advice}")
     if target.hyper_connections is not None:
         raise ConfigError(
             f"a drafter reads one residual stream, and {target.architecture} has "

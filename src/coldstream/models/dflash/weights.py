@@ -39,6 +39,7 @@ class DflashLayerWeights:
     ffn_gate: Weight
     ffn_up: Weight
     ffn_down: Weight
+    attn_gate: Weight | None  # [heads, E]: the softplus of its product gates a head's output
     attn_conv: DynamicConvolution | None
     ffn_conv: DynamicConvolution | None
 
@@ -57,6 +58,7 @@ class DflashWeights:
     """All weights of a drafter."""
 
     fc: Weight
+    aux_norms: Array | None  # [auxiliary layers, E]: norms of features before `fc`
     hidden_norm: Array
     output_norm: Array
     layers: tuple[DflashLayerWeights, ...]
@@ -75,6 +77,7 @@ class DflashWeights:
             selector = SelectorWeights(*(reader.matrix(f"selector_{part}") for part in parts))
         return cls(
             fc=reader.matrix("fc"),
+            aux_norms=reader.values("enc.aux_norm.weight") if spec.is_laguna else None,
             hidden_norm=reader.values("enc.output_norm.weight"),
             output_norm=reader.values("output_norm.weight"),
             layers=tuple(reader.layer(index) for index in range(spec.num_layers)),
@@ -102,6 +105,7 @@ class _Reader:
             layer=self._file.spec.layers[index],
             **{name: self.matrix(prefix + name) for name in matrices},
             **{name: self.values(f"{prefix}{name}.weight") for name in norms},
+            attn_gate=self.matrix(f"{prefix}attn_gate") if self._file.spec.is_laguna else None,
             attn_conv=self._convolution(f"{prefix}attn_conv"),
             ffn_conv=self._convolution(f"{prefix}ffn_conv"),
         )
