@@ -189,6 +189,18 @@ MIXES = {
             "plain llama-quantize",
             (Rule("output", "Q6_K"), Rule("token_embd", "Q4_K"), Rule("*", "Q2_0")),
         ),
+        Mix(
+            "Q2_0-experts",
+            41,
+            "Q2_0 for what a GPU rarely holds whole, and Q6_K for what each token reads",
+            (Rule("*_exps", "Q2_0"), Rule("per_layer_token_embd", "Q4_K"), Rule("*", "Q6_K")),
+        ),
+        Mix(
+            "IQ3_S-experts",
+            26,
+            "the same with experts in IQ3_S",
+            (Rule("*_exps", "IQ3_S"), Rule("per_layer_token_embd", "Q4_K"), Rule("*", "Q6_K")),
+        ),
     )
 }
 PLAIN = MIXES["Q4_K_M"]

@@ -31,10 +31,11 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -52,8 +53,7 @@ DENSE_SHAPE = Shape(
 )  # fmt: skip
 SHAPES = {"35B-A3B": FULL_SHAPE, "27B": DENSE_SHAPE}
 
-BLOCK = 256  # elements of a slice's unit: one block, or several of a type with smaller ones
-PROTECTED = 256  # channels that only the embedding writes: one unit
+PROTECTED = 256  # channels that only the embedding writes: whole blocks of every type
 CODE = 32  # of them the code, which routers read; the rest is the signature, which the head reads
 SLOW_IDS, FAST_IDS = 300, 4  # over which two parts of the code drift
 # With a shared popularity so much of the variance is common to all tokens instead. It is fitted to 6 to 8 %
@@ -67,6 +67,17 @@ ROUNDED_SHARE = {QuantType.Q2_K: 0.14}
 NORM_DEVIATION = 0.5
 CODE_STEPS = 3.0  # quantisation steps per standard deviation of the code
 ROUTER_GAIN = 4.0
+
+# What llama-quantize takes for rows that are no whole blocks of a type.
+FALLBACKS: Mapping[QuantType, QuantType] = MappingProxyType(
+    {
+        **dict.fromkeys((QuantType.Q2_0, QuantType.Q2_K, QuantType.Q3_K, QuantType.TQ2_0), QuantType.Q4_0),
+        QuantType.Q4_K: QuantType.Q5_0,
+        QuantType.Q5_K: QuantType.Q5_1,
+        QuantType.Q6_K: QuantType.Q8_0,
+        **{kind: QuantType.IQ4_NL for kind in QuantType if kind.name.startswith("IQ")},
+    }
+)
 
 RECALL_SAMPLES = 2000
 POOL_BYTES = 48 << 20  # at least, and at least twice the largest matrix
@@ -98,34 +109,18 @@ APART, LIKE_NEIGHBOURS = CodeShares(0.56, 0.04, 0.40), CodeShares(0.50, 0.30, 0.
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the file, `dims` in numpy order, and the pieces that fill it."""
+    """A tensor of the file, `dims` in numpy order, and the pieces that fill it; is_hole: nothing does."""
 
     name: str
     qtype: QuantType
     dims: tuple[int, ...]
     pieces: Callable[[], Iterator[Piece]]
+    is_hole: bool = False
 
     @property
     def num_bytes(self) -> int:
         *rows, cols = self.dims
         return int(np.prod(rows, initial=1)) * self.qtype.row_bytes(cols)
-
-
-@dataclass(frozen=True)
-class Pool:
-    """Random units, uint8 [units, bytes], and some whose weights are 0."""
-
-    blocks: np.ndarray
-    silent: np.ndarray
-
-
-def make_pool(
-    rng: np.random.Generator, qtype: QuantType, deviation: float, num_silent: int, num_blocks: int
-) -> Pool:
-    """num_silent: units of weights 0; num_blocks: of the largest matrix."""
-    size = qtype.row_bytes(BLOCK)
-    blocks = random_blocks(rng, qtype, max(POOL_BYTES // size, 2 * num_blocks), BLOCK, deviation)
-    return Pool(blocks, np.zeros((num_silent, size), np.uint8))
 
 
 def token_levels(
@@ -187,6 +182,11 @@ def code_gains(seed: int, layers: int, recall: float, experts: int, chosen: int)
     return np.asarray(gains / np.sqrt(np.mean(gains**2, axis=1, keepdims=True)))
 
 
+def fitting(qtype: QuantType, cols: int) -> QuantType:
+    """The type of a matrix with rows of `cols` weights that should have `qtype`."""
+    return FALLBACKS[qtype] if cols % qtype.block_elements else qtype
+
+
 class FullSizeWriter:
     """Plans the tensors of a model of `shape`, then writes them with `threads` threads."""
 
@@ -213,19 +213,16 @@ class FullSizeWriter:
         if guess_recall != 1:
             sizes = shape.layers, guess_recall, shape.experts, shape.experts_per_token
             self.gains = code_gains(seed, *sizes)
-        self.pools: dict[tuple[QuantType, float], Pool] = {}
+        self.pools: dict[tuple[QuantType, float], np.ndarray] = {}
         self.tensors: list[Tensor] = []
 
-    def pool(self, qtype: QuantType, deviation: float) -> Pool:
-        """The one pool of this type and deviation."""
+    def pool(self, qtype: QuantType, deviation: float) -> np.ndarray:
+        """The one pool of random blocks of this type and deviation, uint8 [blocks, bytes]."""
         key = (qtype, deviation)
         if key not in self.pools:
-            s = self.shape
-            widest = max(s.heads * s.head_dim, s.value_heads * s.state_dim, s.dense_ffn)
-            largest = s.hidden * s.dense_ffn
-            self.pools[key] = make_pool(
-                self.rng, qtype, deviation, PROTECTED * widest // BLOCK, largest // BLOCK
-            )
+            largest = 2 * self.shape.hidden * self.shape.dense_ffn // qtype.block_elements
+            count = max(POOL_BYTES // qtype.block_bytes, largest)
+            self.pools[key] = random_blocks(self.rng, qtype, count, qtype.block_elements, deviation)
         return self.pools[key]
 
     def floats(self, name: str, values: np.ndarray) -> None:
@@ -240,47 +237,49 @@ class FullSizeWriter:
 
     def matrix(self, name: str, *dims: int, adds_to_stream: bool = False) -> None:
         """A matrix [rows, cols] or a stack; with `adds_to_stream`, rows of protected channels are 0."""
-        qtype = self.type_of(name)
         *stack, rows, cols = dims
+        qtype = fitting(self.type_of(name), cols)
         if qtype == QuantType.F32:
             self.floats(name, self.rng.standard_normal(dims) * cols**-0.5)
             return
         pool = self.pool(qtype, cols**-0.5 * (OUTPUT_GAIN if adds_to_stream else 1))
-        row_blocks = cols // BLOCK
+        row_blocks = cols // qtype.block_elements
         num_silent = PROTECTED * row_blocks if adds_to_stream else 0
         num_blocks = rows * row_blocks - num_silent
         count = int(np.prod(stack, initial=1))
-        firsts = self.rng.choice(len(pool.blocks) - num_blocks, count, replace=False)
-        size = qtype.row_bytes(BLOCK)
+        firsts = self.rng.choice(len(pool) - num_blocks, count, replace=False)
+        size = qtype.block_bytes
+        silent = np.zeros((num_silent, size), np.uint8)
 
         def pieces() -> Iterator[Piece]:
             for index, first in enumerate(firsts):
-                buffers = [pool.silent[:num_silent], pool.blocks[first : first + num_blocks]]
+                buffers = [silent, pool[first : first + num_blocks]]
                 yield index * rows * row_blocks * size, lambda buffers=buffers: buffers
 
         self.tensors.append(Tensor(name, qtype, dims, pieces))
 
     def table(self, name: str, levels: np.ndarray, step: float, deviation: float, num_zero: int = 0) -> None:
-        """A table [vocab, hidden]: the first unit of row t says `levels` [t], the others are random.
+        """A table [vocab, hidden]: the first blocks of row t say `levels` [t], the others are random.
 
         num_zero: values at the beginning of a row that are 0 instead.
         """
         qtype, dims = self.type_of(name), (self.shape.vocab, self.shape.hidden)
-        pool, others = self.pool(qtype, deviation), self.shape.hidden // BLOCK - 1
-        size = qtype.row_bytes(BLOCK)
+        pool, size = self.pool(qtype, deviation), qtype.block_bytes
+        known = PROTECTED // qtype.block_elements
+        others = self.shape.hidden // qtype.block_elements - known
         starts = range(0, dims[0], ROWS_PER_PIECE)
-        firsts = self.rng.choice(len(pool.blocks) - ROWS_PER_PIECE * others, len(starts), replace=False)
+        firsts = self.rng.choice(len(pool) - ROWS_PER_PIECE * others, len(starts), replace=False)
 
         def rows(start: int, first: int) -> Buffers:
             part = levels[start : start + ROWS_PER_PIECE]
-            blocks = np.empty((len(part), 1 + others, size), np.uint8)
-            blocks[:, 0] = level_blocks(qtype, part, step, num_zero)
-            blocks[:, 1:] = pool.blocks[first : first + len(part) * others].reshape(-1, others, size)
+            blocks = np.empty((len(part), known + others, size), np.uint8)
+            blocks[:, :known] = level_blocks(qtype, part, step, num_zero).reshape(-1, known, size)
+            blocks[:, known:] = pool[first : first + len(part) * others].reshape(-1, others, size)
             return [blocks]
 
         def pieces() -> Iterator[Piece]:
             for start, first in zip(starts, firsts, strict=True):
-                yield start * (1 + others) * size, lambda start=start, first=first: rows(start, first)
+                yield start * (known + others) * size, lambda start=start, first=first: rows(start, first)
 
         self.tensors.append(Tensor(name, qtype, dims, pieces))
 
@@ -323,29 +322,32 @@ class FullSizeWriter:
 
     def stacks(self, name: str) -> None:
         """The routed experts and the shared one."""
-        s = self.shape
-        for suffix, stack in (("exps", (s.experts,)), ("shexp", ())):
-            self.matrix(f"{name}.ffn_gate_{suffix}.weight", *stack, s.expert_ffn, s.hidden)
-            self.matrix(f"{name}.ffn_up_{suffix}.weight", *stack, s.expert_ffn, s.hidden)
-            down = f"{name}.ffn_down_{suffix}.weight"
-            self.matrix(down, *stack, s.hidden, s.expert_ffn, adds_to_stream=True)
+        self.gated_unit(f"{name}.ffn_{{}}_exps.weight", self.shape.expert_ffn, self.shape.experts)
+        self.gated_unit(f"{name}.ffn_{{}}_shexp.weight", self.shape.expert_ffn)
+
+    def gated_unit(self, name: str, size: int, *stack: int) -> None:
+        """Gate, up and down of so many weights in a row; name: with a place for each of the three."""
+        hidden = self.shape.hidden
+        self.matrix(name.format("gate"), *stack, size, hidden)
+        self.matrix(name.format("up"), *stack, size, hidden)
+        self.matrix(name.format("down"), *stack, hidden, size, adds_to_stream=True)
 
     def dense(self, name: str) -> None:
-        s = self.shape
-        self.matrix(f"{name}.ffn_gate.weight", s.dense_ffn, s.hidden)
-        self.matrix(f"{name}.ffn_up.weight", s.dense_ffn, s.hidden)
-        self.matrix(f"{name}.ffn_down.weight", s.hidden, s.dense_ffn, adds_to_stream=True)
+        self.gated_unit(f"{name}.ffn_{{}}.weight", self.shape.dense_ffn)
 
     def plan(self) -> None:
         """All tensors."""
         s = self.shape
         self.table("token_embd.weight", self.levels, 1.0, EMBEDDING_DEVIATION)
-        self.floats("output_norm.weight", np.ones(s.hidden))
+        self.last_norm()
         self.table("output.weight", np.roll(self.levels, 1, axis=0), HEAD_STEP, HEAD_NOISE, CODE)
         for layer in range(s.layers):
             self.block(layer)
         if s.has_nextn:
             self.nextn(f"blk.{s.layers}")
+
+    def last_norm(self) -> None:
+        self.floats("output_norm.weight", np.ones(self.shape.hidden))
 
     def block(self, layer: int) -> None:
         """All tensors of a layer."""
@@ -374,6 +376,8 @@ class FullSizeWriter:
         for norm in ("enorm", "hnorm", "shared_head_norm"):
             self.floats(f"{name}.nextn.{norm}.weight", np.ones(hidden))
 
+    tokenizer = "qwen35"  # as `tokenizer.ggml.pre` says it
+
     @property
     def architecture(self) -> str:
         """As `general.architecture` says it."""
@@ -395,7 +399,7 @@ class FullSizeWriter:
         tokens = [*byte_tokens(), *(merge.replace(" ", "") for merge in MERGES)]
         tokens += [f"Ġ{token_id}" for token_id in range(len(tokens), self.shape.vocab - 1)]
         end_id = len(tokens)
-        add_tokenizer(out, [*tokens, "<|endoftext|>"], [1] * end_id + [3], end_id)
+        add_tokenizer(out, [*tokens, "<|endoftext|>"], [1] * end_id + [3], end_id, self.tokenizer)
         if self.chat_template is not None:
             out.add_chat_template(self.chat_template)
         for tensor in self.tensors:
@@ -417,7 +421,11 @@ class FullSizeWriter:
         """
         started = time.perf_counter()
         self.plan()
-        written = [tensor for tensor in self.tensors if not is_for_plans or tensor.qtype == QuantType.F32]
+        written = [
+            tensor
+            for tensor in self.tensors
+            if not tensor.is_hole and (not is_for_plans or tensor.qtype == QuantType.F32)
+        ]
         need = sum(tensor.num_bytes for tensor in written)
         free = shutil.disk_usage(self.path.parent).free
         if need > free:

@@ -1,24 +1,13 @@
-"""Writes a random-weight file of the shape of Laguna-XS-2.1 (33B-A3B), about 20 GB.
+"""The file of Laguna-XS-2.1 (33B-A3B), about 20 GB, that family_models.py writes.
 
-    python -m bench.laguna_model laguna.gguf
-    python -m bench.laguna_model laguna.gguf --mix IQ4_XS                       the types of another download
-
-Its routing is as local as that of trained models, by the construction of full_size_model.py: routers read a
-slowly drifting code of the token, and generation walks through the vocabulary. The first layer is dense. One
-layer of four sees all positions. The others see a window and have more heads.
+The first layer is dense. One layer of four sees all positions. The others see a window and have more heads.
 """
 
-import argparse
-import os
-import sys
-from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 import gguf
-from bench.full_size_mixes import MIXES, PLAIN, mix_named
 from bench.full_size_model import FullSizeWriter
 from bench.random_model import Shape
 
@@ -109,29 +98,8 @@ class LagunaWriter(FullSizeWriter):
         self.floats(f"{name}.attn_k_norm.weight", np.ones(s.head_dim))
         self.floats(f"{name}.ffn_norm.weight", norm)
         if layer == 0:
-            self.matrix(f"{name}.ffn_gate.weight", DENSE_FFN, s.hidden)
-            self.matrix(f"{name}.ffn_up.weight", DENSE_FFN, s.hidden)
-            self.matrix(f"{name}.ffn_down.weight", s.hidden, DENSE_FFN, adds_to_stream=True)
+            self.gated_unit(f"{name}.ffn_{{}}.weight", DENSE_FFN)
             return
         self.router(name)
         self.floats(f"{name}.exp_probs_b.bias", np.zeros(s.experts))
         self.stacks(name)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("path", type=Path)
-    parser.add_argument("--mix", type=mix_named, default=PLAIN, help=", ".join(MIXES))
-    parser.add_argument("--layers", type=int, default=LAGUNA_SHAPE.layers)
-    parser.add_argument("--vocab", type=int, default=LAGUNA_SHAPE.vocab)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    options = parser.parse_args()
-    shape = replace(LAGUNA_SHAPE, layers=options.layers, vocab=options.vocab)
-    seconds = LagunaWriter(options.path, shape, options.seed, options.threads, mix=options.mix).write()
-    print(f"{options.path}: {options.path.stat().st_size / 1e9:.2f} GB in {seconds:.1f} s")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

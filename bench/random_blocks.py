@@ -5,6 +5,7 @@ type, so a file of such rows costs what a trained one costs, and every program r
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -78,8 +79,16 @@ def _fill(rng: np.random.Generator, qtype: QuantType, blocks: np.ndarray) -> Non
         blocks[:, 192:208] = rng.integers(-64, 64, (len(blocks), 16), dtype=np.int8).view(np.uint8)
     if qtype.name in TWO_BITS:
         codes = blocks[:, TWO_BITS[qtype.name]]
-        drawn = rng.choice(4, (*codes.shape, 4), p=TWO_BITS_SHARES).astype(np.uint8)
-        codes[:] = np.bitwise_or.reduce(drawn << np.array([0, 2, 4, 6], np.uint8), axis=-1)
+        low, high = _pairs_of_codes()[rng.integers(0, 1 << 16, (2, *codes.shape), dtype=np.uint16)]
+        codes[:] = low | high << 4
+
+
+@cache
+def _pairs_of_codes() -> np.ndarray:
+    """Two codes of two bits, with their shares of 16 random bits: uint8 [65536]."""
+    limits = np.rint(256 * np.cumsum(TWO_BITS_SHARES[:-1]))
+    code = np.searchsorted(limits, np.arange(256), side="right").astype(np.uint8)
+    return (code | code[:, None] << 2).ravel()
 
 
 def _set_scale(blocks: np.ndarray, scale: Scale, deviation: float) -> None:

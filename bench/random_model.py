@@ -102,10 +102,12 @@ def byte_tokens() -> list[str]:
 MERGES = ("t h", "h e", "i n")
 
 
-def add_tokenizer(out: gguf.GGUFWriter, tokens: list[str], kinds: list[int], eos_id: int) -> None:
+def add_tokenizer(
+    out: gguf.GGUFWriter, tokens: list[str], kinds: list[int], eos_id: int, pre: str = "qwen35"
+) -> None:
     """A vocabulary with three merges; one without their results is none for coldstream's tokenizer."""
     out.add_tokenizer_model("gpt2")
-    out.add_tokenizer_pre("qwen35")
+    out.add_tokenizer_pre(pre)
     out.add_token_list(tokens)
     out.add_token_types(kinds)
     out.add_token_merges(MERGES)
