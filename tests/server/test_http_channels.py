@@ -153,19 +153,3 @@ async def test_the_history_of_an_answer_is_accepted(connect: Connect, local_clie
         < prompt.index("to=functions.look")
     )
     assert prompt.index("functions.look to=assistant") < prompt.index("seen")
-
-
-async def test_a_budget_beside_a_format_is_refused_by_name(
-    connect: Connect, local_client: LocalClient
-) -> None:
-    body = {
-        "messages": [USER],
-        "max_tokens": 9,
-        "tools": [TOOL],
-        "tool_choice": {"type": "any"},
-        "thinking": {"type": "enabled", "budget_tokens": 1024},
-    }
-    async with answering(connect, local_client) as (http, _):
-        answer = await http.post("/v1/messages", json=body)
-    assert answer.status_code == 400
-    assert "budget" in answer.text

@@ -219,6 +219,21 @@ def test_a_format_holds_what_the_final_message_says() -> None:
     assert not is_matched(grammar, call)
 
 
+@pytest.mark.parametrize("budget", [0, 1, 7])
+@pytest.mark.parametrize("has_calls", [False, True])
+def test_a_budget_bounds_the_thought_that_a_grammar_holds(budget: int, has_calls: bool) -> None:
+    head, rest = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
+    answer = '<|channel|>final<|message|>{"a": 1}'
+    schema = Grammar("json_schema", json.dumps({"const": {"a": 1}}))
+    grammar = constrained_answer(SOURCE, schema, TOOLS if has_calls else [], thinking_budget=budget)
+    call = "<|channel|>commentary to=functions.list_files <|constrain|>json<|message|>{}"
+    demanded = forced_calls(SOURCE, TOOLS, thinking_budget=budget)
+    for asked, text in [(grammar, answer), (demanded, call), *([(grammar, call)] if has_calls else [])]:
+        assert is_matched(asked, text)
+        assert is_matched(asked, f"{head}{'x' * budget}{rest}{text}")
+        assert not is_matched(asked, f"{head}{'x' * (budget + 2)}{rest}{text}")
+
+
 def test_a_budget_ends_a_thought_in_the_words_of_the_format() -> None:
     thought = thought_after(SOURCE, "<|start|>assistant", budget=9)
     assert thought == Thought(

@@ -6,7 +6,6 @@ from typing import Any, Final
 
 from coldstream.decoding import Grammar, RepetitionStop
 from coldstream.engine.answer import Request as EngineRequest
-from coldstream.errors import InvalidRequestError
 from coldstream.server.http.chat_answer import ChatAnswer
 from coldstream.server.http.chat_request import (
     ChatRequest,
@@ -95,11 +94,6 @@ def read_chat(body: ChatRequest, served: ServedModel, settings: ServerSettings) 
     tools = [tool.model_dump(exclude_unset=True) for tool in body.usable_tools]
     source = served.template_source or ""
     grammar = _grammar(body, tools, source)
-    if grammar is not None and body.thinking_budget is not None and writes_harmony(source):
-        raise InvalidRequestError(
-            "a budget for thinking and a format of the answer, or a demanded call, are not possible together "
-            "with this model: leave one of them out"
-        )
     params = sampling_of(
         body,
         served.default_sampling,
@@ -116,8 +110,8 @@ def read_chat(body: ChatRequest, served: ServedModel, settings: ServerSettings) 
         request = served.requests.of_chat(messages, params, template_settings)
     tail = served.tokenizer.decode(request.prompt_token_ids[-_TAIL_TOKENS:], skip_special=False)
     has_thought = not body.continue_final_message
-    holds_thought = grammar is not None and not writes_harmony(source)
-    if has_thought and (holds_thought or body.thinking_budget is not None):
+    is_behind_thought = grammar is not None or body.thinking_budget is not None
+    if has_thought and is_behind_thought and not (grammar and writes_harmony(source)):
         thought = thought_after(source, tail, budget=body.thinking_budget, tools=tools)
         request = replace(request, params=replace(params, thought=thought))
     return ChatPrompt(body, served, request, tools, tail)
@@ -150,11 +144,14 @@ def _grammar(body: ChatRequest, tools: Tools, source: str) -> Grammar | None:
     """What the answer is made to match: a call that is demanded, or a format. With tools that may be called,
     it is text of the format or calls.
     """
-    demanded = body.demanded_call
+    demanded, budget = body.demanded_call, body.thinking_budget
     if isinstance(demanded, str):
-        return forced_calls(source, [tool for tool in tools if tool["function"]["name"] == demanded])
+        named = [tool for tool in tools if tool["function"]["name"] == demanded]
+        return forced_calls(source, named, thinking_budget=budget)
     if demanded:
-        return forced_calls(source, tools, most_calls=most_calls(body))
+        return forced_calls(source, tools, most_calls=most_calls(body), thinking_budget=budget)
     if body.constraint is None or (body.continue_final_message and writes_harmony(source)):
         return body.constraint
-    return constrained_answer(source, body.constraint, tools, most_calls=most_calls(body))
+    return constrained_answer(
+        source, body.constraint, tools, most_calls=most_calls(body), thinking_budget=budget
+    )

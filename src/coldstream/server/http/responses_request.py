@@ -8,7 +8,16 @@ from pydantic import ConfigDict, Field
 from coldstream.server.http.bodies import validated
 from coldstream.server.http.chat_request import MAX_MESSAGES, ChatRequest
 from coldstream.server.http.chat_tools import MAX_TOOLS
-from coldstream.server.http.fields import MAX_TOP_LOGPROBS, Body, Flag, Name, Number, Text, TokenCount
+from coldstream.server.http.fields import (
+    MAX_TOKENS,
+    MAX_TOP_LOGPROBS,
+    Body,
+    Flag,
+    Name,
+    Number,
+    Text,
+    TokenCount,
+)
 from coldstream.server.http.problems import refused
 from coldstream.server.http.responses_history import Item, messages_of, tools_in
 from coldstream.server.http.responses_tools import FlatTool, OfferedTools, is_offered_kind
@@ -73,6 +82,7 @@ class ResponsesInput(Body):
     parallel_tool_calls: Flag | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
+    thinking_budget: Annotated[int, Field(strict=True, ge=0, le=MAX_TOKENS)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     background: Flag | None = None
     previous_response_id: Any = None
@@ -111,6 +121,7 @@ class ResponsesInput(Body):
             "tool_choice": self._choice(),
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "thinking_budget": self.thinking_budget,
             "response_format": self._format(),
         }
         return validated({**fields, **more}, ChatRequest)

@@ -25,7 +25,7 @@ from coldstream.server.output.events import (
     ToolCallTruncated,
 )
 from coldstream.server.output.gemma_calls import GemmaCalls
-from coldstream.server.output.harmony import HarmonyParser, harmony_call, harmony_frame
+from coldstream.server.output.harmony import HarmonyParser, harmony_answer, harmony_call
 from coldstream.server.output.hermes_calls import HermesCalls
 from coldstream.server.output.parser import THINK, THINK_END, OutputParser, ThoughtTags
 from coldstream.server.output.tools import ToolSignatures
@@ -138,11 +138,18 @@ def prompt_opens_thought(prompt: str) -> bool:
     return prompt.rstrip().endswith(THINK)
 
 
-def forced_calls(template_source: str, tools: Sequence[Mapping[str, Any]], *, most_calls: int = 1) -> Grammar:
+def forced_calls(
+    template_source: str,
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    most_calls: int = 1,
+    thinking_budget: int | None = None,
+) -> Grammar:
     """The grammar of an answer that is 1 to `most_calls` calls of `tools`, or one where a call ends it.
 
-    For `tool_choice`: "required" with all tools, or one that is named. Raises InvalidRequestError if there
-    are no tools, if the model's chat template shows no format of calls, or if a tool's schema cannot be held.
+    For `tool_choice`: "required" with all tools, or one that is named. `thinking_budget` bounds the thought
+    where a grammar holds it; elsewhere `thought_after` does. Raises InvalidRequestError if there are no
+    tools, if the model's chat template shows no format of calls, or if a tool's schema cannot be held.
     """
     calls, signatures = call_format(template_source), ToolSignatures.of(tools)
     if not signatures.schemas:
@@ -150,7 +157,7 @@ def forced_calls(template_source: str, tools: Sequence[Mapping[str, Any]], *, mo
             "tool_choice: a call is required, and there are no tools: give at least one"
         )
     if writes_harmony(template_source):
-        return harmony_call(signatures)
+        return harmony_call(signatures, thinking_budget)
     if calls is None:
         raise InvalidRequestError(
             "tool_choice: this model's chat template shows no known format of calls: leave tool_choice out"
@@ -164,15 +171,19 @@ def constrained_answer(
     tools: Sequence[Mapping[str, Any]],
     *,
     most_calls: int = 1,
+    thinking_budget: int | None = None,
 ) -> Grammar:
     """The grammar of an answer that is text of `constraint`, or calls of `tools`, if there are any.
 
-    Raises InvalidRequestError as `forced_calls`.
+    Otherwise as `forced_calls`.
     """
-    is_harmony = writes_harmony(template_source)
-    has_calls = bool(tools) and (is_harmony or call_format(template_source) is not None)
-    calls = forced_calls(template_source, tools, most_calls=most_calls).text if has_calls else ""
-    return replace(constraint, calls=calls, frame=harmony_frame(has_calls=has_calls) if is_harmony else "")
+    if writes_harmony(template_source):
+        return harmony_answer(constraint, ToolSignatures.of(tools), thinking_budget)
+    if not tools or call_format(template_source) is None:
+        return replace(constraint, calls="", frame="")
+    return replace(
+        constraint, calls=forced_calls(template_source, tools, most_calls=most_calls).text, frame=""
+    )
 
 
 def thought_after(

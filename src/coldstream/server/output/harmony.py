@@ -13,6 +13,7 @@ JSON; one that is none is content. Messages to the tools that the model was trai
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 from coldstream.decoding import Grammar
@@ -209,27 +210,45 @@ def _arguments(text: str) -> str | None:
 
 # --- grammars ---------------------------------------------------------------------------------------------
 
-_THOUGHT_RULE: Final = (
-    f'analysis: {control_token(CHANNEL)} "analysis" {control_token(MESSAGE)} TEXT {control_token(END)} '
-    f'{control_token(START)} "assistant"\nTEXT: /(?s:.*)/'
-)
+
+def _thought_rule(budget: int | None) -> str:
+    """The rule of a thought of at most `budget` tokens; None: of any number."""
+    text = "" if budget == 0 else " thought"
+    limit = "" if budget is None else f"[max_tokens={budget}]"
+    return (
+        f'analysis: {control_token(CHANNEL)} "analysis" {control_token(MESSAGE)}{text} {control_token(END)} '
+        f'{control_token(START)} "assistant"\nthought{limit}: /(?s:.*)/'
+    )
 
 
-def harmony_call(tools: ToolSignatures) -> Grammar:
+def harmony_call(tools: ToolSignatures, thinking_budget: int | None = None) -> Grammar:
     """What matches one call of `tools`, perhaps behind a thought. A call ends the answer."""
-    calls = [f"call_{i}" for i in range(len(tools.schemas))]
-    rules = [f"start: analysis? ({' | '.join(calls)})", _THOUGHT_RULE]
-    for rule, name in zip(calls, tools.schemas, strict=True):
+    calls = _call_rules(tools)
+    start = f"start: analysis? ({' | '.join(calls)})"
+    return Grammar("lark", "\n".join((start, _thought_rule(thinking_budget), *calls.values())))
+
+
+def harmony_answer(constraint: Grammar, tools: ToolSignatures, thinking_budget: int | None = None) -> Grammar:
+    """What matches text of `constraint` as the final message, or one call of `tools`, perhaps behind a
+    thought.
+    """
+    # llguidance reads rules of one grammar together: of a grammar of its own for the calls it would not see
+    # the beginning where a rule has a limit of tokens.
+    calls = _call_rules(tools)
+    final = f'final: {control_token(CHANNEL)} "final" {control_token(MESSAGE)} @own'
+    start = f"start: analysis? ({' | '.join(('final', *calls))})"
+    frame = "\n".join((start, final, _thought_rule(thinking_budget), *calls.values()))
+    return replace(constraint, calls="", frame=frame)
+
+
+def _call_rules(tools: ToolSignatures) -> dict[str, str]:
+    """The rule of a call of each tool, by its name in the grammar."""
+    rules = {}
+    for index, name in enumerate(tools.schemas):
         held = held_parameters(tools, name)
         schema = lark_json(held.alone(held.root), is_strict=name in tools.strict)
-        rules.append(
-            f"{rule}: {control_token(CHANNEL)} {quoted(f'commentary to={_FUNCTIONS}{name} ')} "
+        rules[f"call_{index}"] = (
+            f"call_{index}: {control_token(CHANNEL)} {quoted(f'commentary to={_FUNCTIONS}{name} ')} "
             f'{control_token(CONSTRAIN)} "json" {control_token(MESSAGE)} {schema}'
         )
-    return Grammar("lark", "\n".join(rules))
-
-
-def harmony_frame(*, has_calls: bool) -> str:
-    """The frame of an answer in a format: it is what the final message says."""
-    answer = f'answer: analysis? {control_token(CHANNEL)} "final" {control_token(MESSAGE)} @own'
-    return f"start: {'answer | @calls' if has_calls else 'answer'}\n{answer}\n{_THOUGHT_RULE}"
+    return rules
