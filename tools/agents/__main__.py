@@ -1,4 +1,4 @@
-"""Lets coding agents hold conversations with `coldstream serve`, under published chat templates of Qwen.
+"""Lets coding agents hold conversations with `coldstream serve`, under published chat templates.
 
     python -m tools.agents                            all agents, all templates
     python -m tools.agents --clients codex --templates qwen3_8
@@ -67,7 +67,8 @@ def merged(out: Path | None, rows: list[Row]) -> list[Row]:
 @contextmanager
 def served_template(folder: Path, template: Path) -> Iterator[dict[int, str]]:
     """URLs of servers of the bundled model with this template, by context."""
-    model = retag(template, folder / f"{template.stem}.gguf", CONTEXT)
+    tokens = TEMPLATES[template.stem].control_tokens
+    model = retag(template, folder / f"{template.stem}.gguf", CONTEXT, tokens)
     logs = [folder / f"{template.stem}-{context}.log" for context in (CONTEXT, SMALL_CONTEXT)]
     with (
         served(model, logs[0], "--alias", MODEL, "--ctx-size", str(CONTEXT)) as large,
@@ -111,9 +112,9 @@ def hold_all(
 def main() -> int:
     options = parser().parse_args()
     versions = install_agents(options.folder, [CLIENTS[name] for name in options.clients], options.newest)
-    found = fetch_templates(options.folder)
+    templates = fetch_templates(options.folder, options.templates)
     is_alone = keep_loopback_only()
-    outcomes = hold_all(options, versions, {name: found[name] for name in options.templates})
+    outcomes = hold_all(options, versions, templates)
     network = "loopback only" if is_alone else "not cut off"
     rows = [{**asdict(outcome), "network": network, "commit": commit(SOURCES)} for outcome in outcomes]
     result = {"command": "python -m tools.agents", "conversations": merged(options.out, rows)}

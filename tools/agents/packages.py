@@ -3,17 +3,46 @@
 import json
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import gguf
 from coldstream.assets import demo_model_path
+from coldstream.gguf.vocabulary import TokenKind
 from tools.agents.clients import Client
 
-TEMPLATE_PACKAGE: Final = "trl==1.16.0"
-TEMPLATES: Final = {"qwen3": "Qwen3", "qwen3_6": "Qwen3.6", "qwen3_8": "Qwen3.8"}  # and whose they are
+TRL, LLAMA_CPP = "trl==1.16.0", "llama-cpp-python==0.3.36"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A chat template in a package, and the control tokens of its family that the bundled model lacks."""
+
+    family: str
+    package: str
+    file: str
+    control_tokens: tuple[str, ...] = ()  # the first one ends an answer
+
+
+_HARMONY = ("<|return|>", "<|call|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>")
+_GEMMA = (
+    *("<turn|>", "<|turn>", "<bos>", "<|think|>", "<|channel>", "<channel|>", "<|tool>", "<tool|>"),
+    *("<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'),
+)
+TEMPLATES: Final = {
+    "qwen3": Published("Qwen3", TRL, "qwen3.jinja"),
+    "qwen3_6": Published("Qwen3.6", TRL, "qwen3_6.jinja"),
+    "qwen3_8": Published("Qwen3.8", TRL, "qwen3_8.jinja"),
+    "gpt_oss": Published("gpt-oss", TRL, "gptoss.jinja", _HARMONY),
+    "gemma4": Published("gemma-4", TRL, "gemma4_v5.jinja", _GEMMA),
+    "laguna": Published(
+        "Laguna-XS-2.1", LLAMA_CPP, "poolside-Laguna-XS-2.1.jinja", ("</assistant>", "〈|EOS|〉")
+    ),
+}
 
 
 def install_agents(folder: Path, clients: Sequence[Client], newest: bool) -> dict[str, str]:
@@ -38,31 +67,53 @@ def _version(folder: Path, package: str) -> str:
     return version
 
 
-def fetch_templates(folder: Path) -> dict[str, Path]:
+def fetch_templates(folder: Path, names: Sequence[str]) -> dict[str, Path]:
     """The published templates by name, as files below `folder`; downloaded unless they are there."""
-    paths = {name: folder / "templates" / f"{name}.jinja" for name in TEMPLATES}
-    if all(path.exists() for path in paths.values()):
-        return paths
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    subprocess.run([*command, "--dest", str(folder), TEMPLATE_PACKAGE], check=True)
-    (wheel,) = folder.glob(f"{TEMPLATE_PACKAGE.replace('==', '-')}*.whl")
-    (folder / "templates").mkdir(exist_ok=True)
-    with zipfile.ZipFile(wheel) as archive:
-        for path in paths.values():
-            path.write_bytes(archive.read(f"trl/chat_templates/{path.name}"))
+    (folder / "templates").mkdir(parents=True, exist_ok=True)
+    paths = {name: folder / "templates" / f"{name}.jinja" for name in names}
+    for name, path in paths.items():
+        if not path.exists():
+            path.write_bytes(_member(_archive(folder, TEMPLATES[name].package), TEMPLATES[name].file))
     return paths
 
 
-def retag(template: Path, out: Path, context: int) -> Path:
-    """Write the bundled model with another chat template and another length of context to `out`."""
+def _archive(folder: Path, package: str) -> Path:
+    """The file of a package, which is downloaded unless it lies in `folder`."""
+    name, _, version = package.partition("==")
+    pattern = f"{name.replace('-', '_')}-{version}[-.]*"
+    if not any(folder.glob(pattern)):
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+        kind = "--no-binary" if package == LLAMA_CPP else "--only-binary"
+        subprocess.run([*command, kind, name, package], check=True)
+    return next(folder.glob(pattern))
+
+
+def _member(archive: Path, name: str) -> bytes:
+    """The file with this name in a wheel or a source archive. Raises StopIteration without one."""
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            return wheel.read(next(each for each in wheel.namelist() if Path(each).name == name))
+    with tarfile.open(archive) as source:
+        file = source.extractfile(next(each for each in source if Path(each.name).name == name))
+        assert file is not None, f"{name} is not a file"
+        return file.read()
+
+
+def retag(template: Path, out: Path, context: int, control_tokens: Sequence[str] = ()) -> Path:
+    """Write the bundled model with another chat template and another length of context to `out`.
+
+    `control_tokens` take the places of the vocabulary's last words, and the first of them ends an answer.
+    """
     reader = gguf.GGUFReader(demo_model_path())
-    architecture = reader.fields["general.architecture"].contents()
-    writer = gguf.GGUFWriter(out, architecture)
+    known = {key: entry.contents() for key, entry in reader.fields.items()}
+    architecture = known["general.architecture"]
     changed = {"tokenizer.chat_template": template.read_text(), f"{architecture}.context_length": context}
+    changed |= _with_control_tokens(known, control_tokens) if control_tokens else {}
+    writer = gguf.GGUFWriter(out, architecture)
     for key, entry in reader.fields.items():
         if not key.startswith("GGUF.") and key != "general.architecture":
             is_array = entry.types[0] == gguf.GGUFValueType.ARRAY
-            value = changed.get(key, entry.contents())
+            value = changed.get(key, known[key])
             writer.add_key_value(key, value, entry.types[0], sub_type=entry.types[-1] if is_array else None)
     for tensor in reader.tensors:
         data = tensor.data
@@ -74,3 +125,20 @@ def retag(template: Path, out: Path, context: int) -> Path:
         writer.write_tensor_data(tensor.data)
     writer.close()
     return out
+
+
+def _with_control_tokens(known: dict[str, Any], control_tokens: Sequence[str]) -> dict[str, Any]:
+    """The keys of the vocabulary in which these are its last tokens but the three that it has of its own."""
+    tokens, kinds = list(known["tokenizer.ggml.tokens"]), list(known["tokenizer.ggml.token_type"])
+    last = max(index for index, kind in enumerate(kinds) if kind == TokenKind.NORMAL) + 1
+    places = range(last - len(control_tokens), last)
+    replaced = {tokens[place] for place in places}
+    for place, token in zip(places, control_tokens, strict=True):
+        tokens[place], kinds[place] = token, int(TokenKind.CONTROL)
+    merges = [merge for merge in known["tokenizer.ggml.merges"] if merge.replace(" ", "") not in replaced]
+    return {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.eos_token_id": places[0],
+    }

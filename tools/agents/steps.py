@@ -99,7 +99,7 @@ def _chat(step: Step) -> Fields:
 
 def _response(step: Step) -> Fields:
     fields: Fields = {"max_output_tokens": MAX_TOKENS, "input": QUESTION, "store": False}
-    fields |= {"reasoning": {"effort": "none"}}
+    fields |= {"reasoning": {"effort": "none"}, "thinking_budget": THINKING_TOKENS}
     if isinstance(step, Say):
         form = {"type": "json_schema", "name": "said", "strict": True, "schema": _said(step)}
         return fields | {"text": {"format": form}}
