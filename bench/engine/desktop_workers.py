@@ -6,7 +6,7 @@ counted unless it takes long: what it prepares is small then beside what it comp
 
 import os
 import statistics
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import count
@@ -41,11 +41,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Asked:
-    """The lines that one process of ours measures. budgets: of GPU memory, by GiB of experts, as known."""
+    """The lines that one process of ours measures. budgets: of GPU memory, by GiB of experts, as known;
+    `auto` for all there is.
+    """
 
     path: Path
     experts_gib: tuple[float, ...]
-    budgets: dict[float, int]
+    budgets: Mapping[float, int | str]
     work: Work
     device: str = "cuda"
 

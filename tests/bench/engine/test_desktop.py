@@ -3,10 +3,8 @@
 import json
 import os
 import sys
-import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,11 @@ import xllamacpp
 from bench.engine import desktop, desktop_workers
 from bench.full_size_model import FullSizeWriter
 from bench.peers import gpu_peer
-from coldstream.placement.hardware import Hardware
 from coldstream.planning import gather
+from side_in_thread import MACHINE, side
 from small_shape import SMALL
 
 (LLAMA,) = Path(xllamacpp.__file__).parent.glob("*.abi3.so")
-MACHINE = Hardware("a CPU", ("avx2",), 4, 4, 2**35, 2**33, 5e10)
 WORDS = "--device cpu --cores 1 --programs 3,7 --experts 0,3 --cpu-layers 2,1 --prompts 20,33"
 MORE = "--warm-tokens 4 --timed-tokens 4 --texts 1 --generate 4 --commit c0ffee"
 
@@ -42,18 +39,6 @@ class Bus:
 
     def bytes_left(self) -> float:
         return 5e10 / (self.number + 1)
-
-
-@contextmanager
-def side(target: Any, asked: object, cpus: Collection[int], environment: Mapping[str, str]) -> Iterator[Any]:
-    """In a thread of this process, which runs on some CPUs."""
-    here, there = Pipe()
-    thread = threading.Thread(target=target, args=(there, asked))
-    thread.start()
-    try:
-        yield here
-    finally:
-        thread.join()
 
 
 @pytest.fixture
