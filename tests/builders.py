@@ -161,8 +161,8 @@ def make_model(
     expert_biases: bool = False,
     ngrams: bool = False,
 ) -> TinyModel:
-    """A model of `arch` ("qwen35", "qwen35moe", "qwen3next", "qwen3moe", "qwen4exp", "laguna" or
-    "gpt-oss").
+    """A model of `arch` ("qwen35", "qwen35moe", "qwen3next", "qwen3moe", "qwen4exp", "laguna", "gpt-oss" or
+    "gemma4").
 
     quant            type of all matrices but the router, the convolution and the shared expert's gate (F32)
     types            overrides by pattern of tensor name, {"*_exps.weight": "Q4_K"}; the last match counts
@@ -172,7 +172,7 @@ def make_model(
     ssm_in           of qwen3next: one `ssm_in` instead of `attn_qkv` and `attn_gate` in DeltaNet layers
     mixed            of qwen3moe and laguna: how the attention of its layers differs
     element_gates    of laguna: a gate for each element of a head, and not one for the head
-    tied             no `output.weight`
+    tied             no `output.weight`; always of gemma4
     dense_layers     layers without experts; for families that have some
     plain_shared     a shared expert without a gate, whatever the family has
     expert_biases    of the three matrices of routed experts
@@ -192,7 +192,7 @@ def make_model(
         head_counts = mixed.head_counts
         metadata |= {f"{arch}.{key}": value for key, value in mixed.keys.items()}
     # With DeltaNet layers, and then gates of attention and a shared expert.
-    is_hybrid = arch not in ("qwen3moe", "laguna", "gpt-oss")
+    is_hybrid = arch not in ("qwen3moe", "laguna", "gpt-oss", "gemma4")
     if tokenizer:
         metadata |= tokenizer_metadata(dims.vocab)
     tensors: dict[str, np.ndarray] = {"token_embd.weight": rng.normal(0, 1, (dims.vocab, dims.hidden))}
@@ -205,6 +205,8 @@ def make_model(
         else:
             parts = _norm(rng, dims.hidden, "attn_norm", "post_attention_norm" if is_hybrid else "ffn_norm")
         own = replace(dims, heads=head_counts[block])
+        if arch == "gemma4":
+            own = gemma4_heads(dims, block)
         parts |= _delta_net(rng, dims) if recurrent else _attention(rng, own, fused_attention, is_hybrid)
         if recurrent and arch == "qwen3next":
             parts = _by_key_head(parts, dims, ssm_in)
@@ -223,6 +225,8 @@ def make_model(
             parts["attn_gate.weight"] = _matrix(rng, gates, dims.hidden)
         if arch == "gpt-oss":
             parts = _as_gpt_oss(rng, dims, parts)
+        if arch == "gemma4":
+            parts = _as_gemma4(rng, dims, parts, keeps_values=is_windowed(block))
         parts |= {} if is_trunk else _nextn(rng, dims, arch)
         tensors |= {f"blk.{block}.{name}": values for name, values in parts.items()}
     if ngrams:
@@ -232,7 +236,11 @@ def make_model(
         tensors |= _mixture(rng, dims, "output_hc")
     else:
         tensors |= _norm(rng, dims.hidden, "output_norm")
-    if not tied:
+    if arch == "gemma4":
+        turning = np.arange(dims.head_dim) < dims.head_dim // 4
+        tensors["rope_freqs.weight"] = np.where(turning, 1.0, 1e30)
+        tensors["token_embd.weight"] *= 0.1  # the head is tied to them
+    elif not tied:
         tensors["output.weight"] = 4 * _matrix(rng, dims.vocab, dims.hidden)
     tensors = {name: np.ascontiguousarray(values, np.float32) for name, values in tensors.items()}
     return TinyModel(arch, metadata, tensors, _choose_types(tensors, quant, types or {}))
@@ -347,6 +355,10 @@ def _hyperparameters(arch: str, dims: Dims, nextn: bool) -> dict[str, Any]:
         values |= _gpt_oss_hyperparameters(dims)
         others = ("ssm.", "full_attention_interval", "rope.dimension_", "expert_shared_")
         values = {name: value for name, value in values.items() if not name.startswith(others)}
+    if arch == "gemma4":
+        values |= _gemma4_hyperparameters(dims)
+        others = ("ssm.", "full_attention_interval", "rope.dimension_sections", "expert_shared_")
+        values = {name: value for name, value in values.items() if not name.startswith(others)}
     if arch == "qwen3moe":
         others = ("ssm.", "full_attention_interval", "rope.dimension_count", "expert_shared_")
         values = {name: value for name, value in values.items() if not name.startswith(others)}
@@ -381,6 +393,40 @@ def _gpt_oss_hyperparameters(dims: Dims) -> dict[str, Any]:
         "rope.scaling.factor": 8.0,
         "rope.scaling.original_context_length": 64,
     }
+
+
+def _gemma4_hyperparameters(dims: Dims) -> dict[str, Any]:
+    """Every second layer has no window, and heads of twice the size."""
+    windowed = [is_windowed(layer) for layer in range(dims.layers)]
+    return {
+        "feed_forward_length": dims.shared_ffn,
+        "embedding_length_per_layer_input": 0,
+        "final_logit_softcapping": 4.0,
+        "attention.head_count_kv": [gemma4_heads(dims, layer).kv_heads for layer in range(dims.layers)],
+        "attention.key_length": 2 * dims.head_dim,
+        "attention.value_length": 2 * dims.head_dim,
+        "attention.key_length_swa": dims.head_dim,
+        "attention.value_length_swa": dims.head_dim,
+        "attention.shared_kv_layers": 0,
+        "attention.sliding_window": 5,
+        "attention.sliding_window_pattern": windowed,
+        "rope.dimension_count": 2 * dims.head_dim,
+        "rope.dimension_count_swa": dims.head_dim,
+        "rope.freq_base": 1e6,
+        "rope.freq_base_swa": 1e4,
+    }
+
+
+def is_windowed(layer: int) -> bool:
+    """Whether a layer of gemma4 has a window."""
+    return layer % 2 == 0
+
+
+def gemma4_heads(dims: Dims, layer: int) -> Dims:
+    """With the heads of a layer."""
+    if is_windowed(layer):
+        return dims
+    return replace(dims, head_dim=2 * dims.head_dim, kv_heads=max(1, dims.kv_heads // 2))
 
 
 def laguna_attention(dims: Dims) -> MixedAttention:
@@ -554,6 +600,24 @@ def _as_gpt_oss(rng: np.random.Generator, dims: Dims, parts: dict[str, np.ndarra
     }
     vectors = {name: rng.normal(0, 0.3, size) for name, size in biases.items()}
     return kept | vectors | _expert_biases(rng, dims) | {"attn_sinks.weight": rng.normal(1, 2, dims.heads)}
+
+
+def _as_gemma4(
+    rng: np.random.Generator, dims: Dims, parts: dict[str, np.ndarray], *, keeps_values: bool
+) -> dict[str, np.ndarray]:
+    """A block of `parts` with norms of outputs and a dense network beside the experts."""
+    dense = _dense(rng, replace(dims, ffn=dims.shared_ffn))
+    names = "post_attention_norm", "pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2", "post_ffw_norm"
+    kept = {name: values for name, values in parts.items() if keeps_values or name != "attn_v.weight"}
+    kept["attn_q_norm.weight"] *= 0.12  # scores are not divided by the root of the heads' size
+    return {
+        **kept,
+        **dense,
+        **_norm(rng, dims.hidden, *names),
+        "ffn_gate_inp.scale": rng.normal(1, 0.2, dims.hidden) * dims.hidden**0.5,
+        "ffn_down_exps.scale": rng.normal(1, 0.2, dims.experts),
+        "layer_output_scale.weight": rng.uniform(0.6, 1.2, 1),
+    }
 
 
 def _expert_biases(rng: np.random.Generator, dims: Dims) -> dict[str, np.ndarray]:

@@ -28,14 +28,25 @@ ARCHITECTURES = {
     "qwen4_exp_text": "qwen4exp",
     "laguna": "laguna",
     "gpt_oss": "gpt-oss",
+    "gemma4_text": "gemma4",
 }
 OF_LLAMA = ("qwen3_moe", "laguna")  # whose norms multiply by their weights, and lie where Llama has them
-PLAIN_NORMS = (*OF_LLAMA, "gpt_oss")  # whose norms multiply by their weights
+PLAIN_NORMS = (*OF_LLAMA, "gpt_oss", "gemma4_text")  # whose norms multiply by their weights
 Tensors = Iterator[tuple[str, np.ndarray]]
 
 COMMON_NAMES = {
     "input_layernorm.weight": "attn_norm.weight",
     "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "pre_feedforward_layernorm.weight": "ffn_norm.weight",
+    "pre_feedforward_layernorm_2.weight": "pre_ffw_norm_2.weight",
+    "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
+    "post_feedforward_layernorm_1.weight": "post_ffw_norm_1.weight",
+    "post_feedforward_layernorm_2.weight": "post_ffw_norm_2.weight",
+    "router.proj.weight": "ffn_gate_inp.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
     "self_attn.q_proj.weight": "attn_q.weight",
     "self_attn.k_proj.weight": "attn_k.weight",
     "self_attn.v_proj.weight": "attn_v.weight",
@@ -136,9 +147,12 @@ def convert(model: PreTrainedModel, path: Path, variant: Variant | None = None) 
     variant = variant or Variant()
     config = model.config
     writer = GGUFWriter(path, ARCHITECTURES[config.model_type])
-    add_hyperparameters(writer, config, variant)
+    if config.model_type != "gemma4_text":
+        add_hyperparameters(writer, config, variant)
     if config.model_type == "laguna":
         add_laguna_hyperparameters(writer, config)
+    if config.model_type == "gemma4_text":
+        add_gemma4_hyperparameters(writer, config)
     if getattr(config, "ple_layer_ids", None):
         add_hashes(writer, model)
     add_tokenizer(writer, config.vocab_size)
@@ -245,6 +259,50 @@ def add_laguna_hyperparameters(writer: GGUFWriter, config) -> None:
         writer.add_float32(f"{prefix}.{key}", number)
 
 
+def add_gemma4_hyperparameters(writer: GGUFWriter, config) -> None:
+    """All of this family, as the mainstream converter writes them."""
+    prefix, ropes = writer.arch, config.rope_parameters
+    windowed = [kind == "sliding_attention" for kind in config.layer_types]
+    full, swa = (config.per_layer_config[f"{kind}_attention"] for kind in ("full", "sliding"))
+    for key, value in {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "embedding_length_per_layer_input": 0,
+        "feed_forward_length": config.intermediate_size,
+        "expert_count": config.num_experts,
+        "expert_used_count": config.top_k_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.shared_kv_layers": 0,
+        "attention.sliding_window": config.sliding_window,
+        "attention.key_length": full.head_dim,
+        "attention.value_length": full.head_dim,
+        "attention.key_length_swa": swa.head_dim,
+        "attention.value_length_swa": swa.head_dim,
+        "rope.dimension_count": full.head_dim,
+        "rope.dimension_count_swa": swa.head_dim,
+    }.items():
+        writer.add_uint32(f"{prefix}.{key}", value)
+    kv_heads = [(swa if flag else full).num_key_value_heads for flag in windowed]
+    writer.add_array(f"{prefix}.attention.head_count_kv", kv_heads)
+    writer.add_array(f"{prefix}.attention.sliding_window_pattern", windowed)
+    for key, number in {
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": ropes["full_attention"]["rope_theta"],
+        "rope.freq_base_swa": ropes["sliding_attention"]["rope_theta"],
+        **({"final_logit_softcapping": cap} if (cap := config.final_logit_softcapping) else {}),
+    }.items():
+        writer.add_float32(f"{prefix}.{key}", number)
+
+
+def rope_factors(config) -> np.ndarray:
+    """By which the frequencies of layers without a window are divided: most pairs do not turn."""
+    pairs = config.per_layer_config["full_attention"].head_dim // 2
+    turning = int(pairs * config.rope_parameters["full_attention"]["partial_rotary_factor"])
+    return np.array([1.0] * turning + [1e30] * (pairs - turning), np.float32)
+
+
 def ngram_hyperparameters(config) -> dict[str, int]:
     """The single numbers; `add_hashes` writes the others, which are of 64 bits."""
     if not config.ple_layer_ids:
@@ -310,6 +368,10 @@ def gguf_tensors(model: PreTrainedModel, variant: Variant) -> Tensors:
             yield "per_layer_token_embd.weight", values
         if name in GLOBAL_NAMES:
             yield GLOBAL_NAMES[name], transform(name, values, config, variant)
+    if config.model_type == "gemma4_text":
+        yield "rope_freqs.weight", rope_factors(config)
+        for layer, each in enumerate(model.model.layers):
+            yield f"blk.{layer}.layer_output_scale.weight", each.layer_scalar.numpy()
     for layer in range(config.num_hidden_layers):
         yield from block_tensors(model, layer, layer, variant)
     if variant.mtp_block:

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
+from transformers.models.gemma4.modeling_gemma4 import Gemma4ForCausalLM
 from transformers.models.gpt_oss import GptOssConfig, GptOssForCausalLM
 from transformers.models.laguna import LagunaConfig, LagunaForCausalLM
 from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
@@ -241,6 +243,43 @@ def tiny_gpt_oss(scaling: Mapping[str, Any] | None = None, **changes: Any) -> Pr
     }
     model = GptOssForCausalLM(GptOssConfig(**values | changes))
     randomize(model, norm_center=1.0)
+    return model.eval()
+
+
+def tiny_gemma4(**changes: Any) -> PreTrainedModel:
+    """Four layers, the second and the last without a window and with larger heads, whose values are keys.
+
+    Rows of most matrices are multiples of 256. A quarter of a head rotates in layers without a window.
+    """
+    torch.manual_seed(0)
+    values = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_global_key_value_heads": 1,
+        "head_dim": 64,
+        "global_head_dim": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 16,
+        "attention_k_eq_v": True,
+        "final_logit_softcapping": 4.0,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 256,
+        "max_position_embeddings": 8192,
+    }
+    model = Gemma4ForCausalLM(Gemma4TextConfig(**values | changes))
+    randomize(model, norm_center=1.0)
+    with torch.no_grad():
+        for layer, each in enumerate(model.model.layers):
+            each.layer_scalar.fill_(0.6 + 0.2 * layer)
+            each.self_attn.q_norm.weight *= 0.12  # scores are not divided by the root of the heads' size
+        model.model.embed_tokens.weight *= 0.1  # the head is tied to them: some logits are near the cap
     return model.eval()
 
 

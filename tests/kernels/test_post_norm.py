@@ -17,7 +17,8 @@ from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kernels.rms_norm.cuda import add_post_norm_cuda
 from coldstream.kernels.rms_norm.reference import rms_norm, rms_norm_exact
 
-EPS, SCALE = 1e-6, 0.3
+EPS, SCALE = 1e-6, torch.tensor([0.3])
+VECTORS = ("weight", "routed", "shared", "scale")
 KINDS = ("plain", "experts", "parallel")
 CPU = torch.device("cpu")
 SHAPES = {"rows": [1, 3], "size": [1, 7, 24, 100, 256, 704], "ranks": [1, 8, 10], "kind": list(KINDS)}
@@ -34,7 +35,7 @@ def case(
     x, weight = spiky(1, rows, size), random(2, size)
     post = PostNorms(1 + random(3, size, scale=0.2), scale=SCALE)
     if kind == "plain":
-        return x, spiky(4, rows, size), replace(post, scale=1.0), weight
+        return x, spiky(4, rows, size), replace(post, scale=None), weight
     ids = torch.zeros(rows, ranks, dtype=torch.int32)  # whose outputs these are doesn't matter to their sum
     routing = Routing(ids, random(5, rows, ranks).softmax(-1), None)
     update = ExpertOutputs(spiky(6, rows, ranks, size), None, routing)
@@ -80,7 +81,7 @@ def on_host(update: torch.Tensor | ExpertOutputs) -> Array:
 
 
 def post_on_host(post: PostNorms) -> PostNorms:
-    vectors = {name: getattr(post, name) for name in ("weight", "routed", "shared")}
+    vectors = {name: getattr(post, name) for name in VECTORS}
     return replace(
         post, **{name: None if values is None else values.numpy() for name, values in vectors.items()}
     )
@@ -99,7 +100,7 @@ def check(
         update = there
     else:
         update = update.to(device)
-    vectors = {name: moved(getattr(post, name), device) for name in ("weight", "routed", "shared")}
+    vectors = {name: moved(getattr(post, name), device) for name in VECTORS}
     total, out = Guarded(rows, size, device=device), Guarded(rows, size, device=device)
     total.tensor.copy_(x)  # the sum may take the place of x
     codes = GuardedActivations(rows, size, device)

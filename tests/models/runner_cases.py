@@ -73,6 +73,7 @@ VARIANTS = {
     "qwen3moe": ("qwen3moe", {"types": MIX}),
     "laguna": ("laguna", {"types": MIX}),
     "gpt-oss": ("gpt-oss", {"types": MIX}),
+    "gemma4": ("gemma4", {"types": MIX, "fused_experts": True}),
     "laguna-gates-of-elements": ("laguna", {"quant": "Q4_K", "element_gates": True, "tied": True}),
     "mixed-attention": ("qwen3moe", {"types": MIX, "mixed": MixedAttention()}),
     "qwen3moe-fused-tied": (
@@ -96,7 +97,7 @@ CPU_VARIANTS = {
     "qwen4exp-ngrams": ("qwen4exp", {"ngrams": True, "types": {**MIX, "per_layer_*": "IQ4_NL"}}),
 }
 # A model of each architecture with experts.
-FAMILIES = ("moe", "qwen3moe", "qwen3next", "qwen4exp", "laguna", "gpt-oss")
+FAMILIES = ("moe", "qwen3moe", "qwen3next", "qwen4exp", "laguna", "gpt-oss", "gemma4")
 CPU_FAMILIES = (*FAMILIES, "qwen4exp-ngrams")
 # Architectures whose layers differ, each with the types of cache that tests over several take it with.
 MIXED_LAYERS = [

@@ -11,7 +11,7 @@ from builders import Dims, make_model, write_gguf, write_model
 from coldstream import LLM, SamplingParams
 from ram_budgets import least_ram
 
-FAMILIES = ("laguna", "gpt-oss")
+FAMILIES = ("laguna", "gpt-oss", "gemma4")
 TYPES = {"*_exps.weight": "Q4_K", "*.ffn_down_exps.weight": "Q6_K"}
 PROMPTS = ["def f(x):\n    return", "the other", "def f(x):\n    return x + 1\n\nthe"]
 SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=20, ignore_eos=True)

@@ -86,7 +86,8 @@ def _summary(file: GGUFFile, spec: ModelSpec | None, problem: str) -> dict[str, 
         "context": str(spec.context_length),
     }
     if spec.num_experts:
-        shared = "" if spec.moe.shared == "none" else ", and a shared one"
+        beside = {"none": "", "parallel": ", and a dense network"}
+        shared = beside.get(spec.moe.shared, ", and a shared one")
         where = "" if len(spec.placed_layers) == spec.num_layers else f" in {len(spec.placed_layers)} layers"
         facts["experts"] = f"{spec.num_experts} a layer, {spec.num_experts_per_tok} a token{shared}{where}"
     return facts

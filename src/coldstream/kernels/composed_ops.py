@@ -138,8 +138,8 @@ class ComposedOps(ABC):
             routed = self.rms_norm(self._combined(replace(update, shared=None)), post.routed, eps)
             update = self.add(beside, routed)
         x = self.add(x, self.rms_norm(self._combined(update), post.weight, eps))
-        if post.scale != 1:
-            x = self.scale(x, post.scale)
+        if post.scale is not None:
+            x = self.scale(x, float(post.scale[0]))
         return x, self.rms_norm(x, weight, eps)
 
     def inject_norm(

@@ -375,7 +375,7 @@ class PostNorms:
     weight: Array  # [E], of all of it
     routed: Array = None  # [E], of the sum of the routed experts; None with `shared`: neither has its own
     shared: Array = None  # [E], of the shared expert, or of what is computed in its place
-    scale: float = 1.0  # of the residual stream, after it was added
+    scale: Array = None  # [1], of the residual stream, after it was added; None: 1
 
 
 class Ops(Protocol):

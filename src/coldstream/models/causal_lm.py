@@ -144,7 +144,9 @@ class CausalLM:
             mixed = self.mix(block, inputs, state, rows)
             routes = isinstance(block.ffn, MoeWeights)
             del inputs
-            residual, normed = update(ops, residual, mixed, block.ffn_norm, eps, for_router=routes)
+            residual, normed = update(
+                ops, residual, mixed, block.ffn_norm, eps, post=block.attn_post, for_router=routes
+            )
             del mixed
             output, following = self.feed_forward(block, normed, values_of(residual)), layer + 1
             if following < len(self.blocks) and (ngram := self.blocks[following].ngram) is not None:
@@ -153,7 +155,7 @@ class CausalLM:
                 of_step = NgramInputs(ngram_ids, ngram_state(cache.layers[following]), rows)
                 residual, normed = add_ngrams(ops, residual, output, ngram, of_step, next_norm, eps)
             else:
-                residual, normed = update(ops, residual, output, next_norm, eps)
+                residual, normed = update(ops, residual, output, next_norm, eps, post=block.ffn_post)
             del output
             on_layer(layer, values_of(residual))
         return normed

@@ -15,20 +15,31 @@ from coldstream.kernels.ops import (
     ExpertWeights,
     FfnWeights,
     Ops,
+    PostNorms,
+    RopeScaling,
+    RopeSpec,
     RouterWeights,
     Weight,
 )
 from coldstream.layers.attention import AttentionWeights
 from coldstream.layers.gated_delta_net import GatedDeltaNetWeights
 from coldstream.layers.hyper_connections import HyperConnectionWeights
-from coldstream.layers.moe import MoeWeights
+from coldstream.layers.moe import MoeWeights, ParallelFfn
 from coldstream.layers.ngram import NgramWeights
 from coldstream.layers.residual import Norm
 from coldstream.models.architectures import ARCHITECTURES, Architecture, GatheredRows
 from coldstream.models.footprint import FFN_MATRICES
-from coldstream.models.spec.layer_specs import AttentionSpec, DeltaNetSpec, DenseFfnSpec, MoeSpec, NgramSpec
-from coldstream.models.spec.layer_tensors import NGRAM_TABLE
+from coldstream.models.spec.layer_specs import (
+    AttentionSpec,
+    DeltaNetSpec,
+    DenseFfnSpec,
+    LayerSpec,
+    MoeSpec,
+    NgramSpec,
+)
+from coldstream.models.spec.layer_tensors import NGRAM_TABLE, OUTPUT_SCALE, ROPE_FACTORS
 from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.models.spec.sanity import check_rope_factors
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,8 @@ class Block:
     mixer: AttentionWeights | GatedDeltaNetWeights
     ffn_norm: Norm  # before the FFN, whatever the file calls it
     ffn: MoeWeights | FfnWeights
+    attn_post: PostNorms | None = None  # of what the mixer gives
+    ffn_post: PostNorms | None = None  # of what the FFN gives
     ngram: NgramWeights | None = None  # what enters the residual streams before all of it
 
 
@@ -122,8 +135,33 @@ class Loader:
             ffn=self.moe(prefix, layer.ffn)
             if isinstance(layer.ffn, MoeSpec)
             else self.dense_ffn(prefix, layer.ffn),
+            attn_post=self.post_norm(prefix, "post_attention_norm") if layer.post_norms else None,
+            ffn_post=self.ffn_post_norms(prefix, layer) if layer.post_norms else None,
             ngram=None if layer.ngram is None else self.ngram(prefix, layer.ngram),
         )
+
+    def post_norm(self, prefix: str, name: str) -> PostNorms:
+        """The norm of what a part of a block gives."""
+        return PostNorms(self.vector(f"{prefix}{name}.weight"))
+
+    def ffn_post_norms(self, prefix: str, layer: LayerSpec) -> PostNorms:
+        """Those of what the FFN gives, and the number of the layer."""
+        post = self.post_norm(prefix, "post_ffw_norm")
+        if isinstance(layer.ffn, MoeSpec) and layer.ffn.shared == "parallel":
+            of_dense, of_experts = (self.vector(f"{prefix}post_ffw_norm_{n}.weight") for n in (1, 2))
+            post = replace(post, routed=of_experts, shared=of_dense)
+        if not layer.output_scale:
+            return post
+        return replace(post, scale=self.vector(f"{prefix}{OUTPUT_SCALE}"))
+
+    def rope(self, spec: AttentionSpec) -> RopeSpec:
+        """The rotary embedding of a layer, with the factors that the file may have for it."""
+        if not spec.rope_factors:
+            return spec.rope
+        if ROPE_FACTORS not in self.vectors:
+            self.vector(ROPE_FACTORS)
+        factors = check_rope_factors(self.vectors[ROPE_FACTORS])
+        return replace(spec.rope, scaling=RopeScaling(factors, 1.0))
 
     def nextn(self, index: int) -> NextnBlock:
         """The MTP block `index`, at least `spec.num_layers`."""
@@ -176,7 +214,7 @@ class Loader:
                 v_bias=v_bias,
                 sinks=self.vector(f"{prefix}attn_sinks.weight") if spec.sinks else None,
             ),
-            rope=spec.rope,
+            rope=self.rope(spec),
         )
 
     def gated_delta_net(
@@ -241,14 +279,23 @@ class Loader:
             activation=spec.activation,
             biases=self.expert_biases(prefix) if spec.bias else None,
         )
-        if spec.shared != "none":
+        parallel = None
+        if spec.shared == "parallel":
+            parallel = self.parallel_ffn(prefix, spec)
+        elif spec.shared != "none":
             experts = replace(
                 experts,
                 shared_gate=self.weight(f"{prefix}ffn_gate_shexp"),
                 shared_up=self.weight(f"{prefix}ffn_up_shexp"),
                 shared_down=self.weight(f"{prefix}ffn_down_shexp"),
             )
-        return MoeWeights(self.router(prefix, spec), experts)
+        return MoeWeights(self.router(prefix, spec), experts, parallel)
+
+    def parallel_ffn(self, prefix: str, spec: MoeSpec) -> ParallelFfn:
+        """The dense network beside the experts, which stays in memory wherever the experts are."""
+        gate, up, down = (self.weight(f"{prefix}{name}") for name in FFN_MATRICES)
+        network = FfnWeights(gate, up, down, spec.activation)
+        return ParallelFfn(self.vector(f"{prefix}ffn_norm.weight"), self.spec.rms_norm_eps, network)
 
     def router(self, prefix: str, spec: MoeSpec) -> RouterWeights:
         shared_gate = None

@@ -31,15 +31,19 @@ def read_spec(metadata: Mapping[str, Value], tensors: Mapping[str, TensorInfo]) 
     vocab_size = _vocab_size(numbers, tensors)
     blocks = architecture.read_layers(numbers)
     check_kernels(blocks, numbers)
+    hidden_size = numbers.integer("embedding_length", 1, 1 << 16)
+    cap = numbers.number("final_logit_softcapping", 0.0, 1e6, 0.0) if architecture.caps_logits else 0.0
     spec = ModelSpec(
         architecture=architecture.name,
-        hidden_size=numbers.integer("embedding_length", 1, 1 << 16),
+        hidden_size=hidden_size,
         vocab_size=vocab_size,
         context_length=_context_length(numbers, blocks),
         rms_norm_eps=numbers.number("attention.layer_norm_rms_epsilon", 1e-12, 0.1),
         tied_output="output.weight" not in tensors,
         layers=blocks[: numbers.num_layers],
         nextn_layers=blocks[numbers.num_layers :],
+        embedding_scale=hidden_size**0.5 if architecture.scales_embeddings else 1.0,
+        logit_softcap=cap,
         num_absent_nextn_layers=numbers.num_absent_nextn_layers,
     )
     validate_tensors(spec, tensors, keys.path)

@@ -164,7 +164,7 @@ def add_post_norm_cuda(
         weight=post.weight.data_ptr(),
         routed=None if post.routed is None else post.routed.data_ptr(),
         shared=None if post.routed is None else post.shared.data_ptr(),
-        scale=post.scale,
+        scale=None if post.scale is None else post.scale.data_ptr(),
     )
     tensors = (*tensors, post.weight)
     _launch(kernel, [x, *args, total, norms], tensors, x.shape[1], weight, eps, out, quantized)

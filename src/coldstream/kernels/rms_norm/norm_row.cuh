@@ -18,7 +18,7 @@ struct PostNorm {
   const float* weight;  // [cols], of the update
   const float* routed;  // [cols], of the sum of the routed experts; null if only the update is normed
   const float* shared;  // [cols], of what is computed beside them
-  float scale;
+  const float* scale;   // one; null for 1
 };
 
 // Results: [rows, cols], and quantised; either may be null.

@@ -148,12 +148,13 @@ __device__ __forceinline__ float4 scale_four(float4 x, float s, float4 w) {
 template <bool aligned>
 __device__ __forceinline__ void add_normed(const float* x, const PostNorm& post, float* sum, const Norm& norm,
                                            Eight first_weights, const NormOutputs& out) {
+  const float scale = post.scale == nullptr ? 1.0f : *post.scale;
   float s[1];
   inverse_norms(norm, s);
   for (int i = 4 * threadIdx.x; i < norm.cols; i += 4 * blockDim.x) {
     const float4 w = load_four<aligned>(post.weight, i, norm.cols);
     float4 v = load_four<aligned>(x, i, norm.cols) + scale_four(dynamic_shared[i / 4], s[0], w);
-    v = {v.x * post.scale, v.y * post.scale, v.z * post.scale, v.w * post.scale};
+    v = {v.x * scale, v.y * scale, v.z * scale, v.w * scale};
     store_four<aligned>(sum, i, norm.cols, v);
     dynamic_shared[i / 4] = v;
   }

@@ -8,6 +8,7 @@ from coldstream.errors import UnsupportedError
 from coldstream.gguf.messages import shorten
 from coldstream.gguf.metadata import Metadata
 from coldstream.models.architectures.architecture import Architecture, GatheredRows
+from coldstream.models.architectures.gemma4 import GEMMA4
 from coldstream.models.architectures.gpt_oss import GPT_OSS
 from coldstream.models.architectures.laguna import LAGUNA
 from coldstream.models.architectures.qwen3moe import QWEN3MOE
@@ -15,7 +16,7 @@ from coldstream.models.architectures.qwen3next import QWEN3NEXT
 from coldstream.models.architectures.qwen4exp import QWEN4EXP
 from coldstream.models.architectures.qwen35 import QWEN35, QWEN35MOE
 
-_FAMILIES: Final = (QWEN35, QWEN35MOE, QWEN3MOE, QWEN3NEXT, QWEN4EXP, LAGUNA, GPT_OSS)
+_FAMILIES: Final = (QWEN35, QWEN35MOE, QWEN3MOE, QWEN3NEXT, QWEN4EXP, LAGUNA, GPT_OSS, GEMMA4)
 ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
     {architecture.name: architecture for architecture in _FAMILIES}
 )

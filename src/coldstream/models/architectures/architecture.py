@@ -32,6 +32,8 @@ class Architecture:
     - gathered: layer → the matrices (named without `.weight`) that may be rows of other tensors. A tensor of
       the name itself is preferred.
     - ffn_norm: the norm before the feed-forward network, without `.weight`.
+    - scales_embeddings: whether they are multiplied by the root of the hidden size.
+    - caps_logits: whether a key may state a soft cap.
     """
 
     name: str
@@ -39,3 +41,5 @@ class Architecture:
     block_tensors: Callable[[LayerSpec, int], tuple[Requirement, ...]]
     gathered: Callable[[LayerSpec], Mapping[str, GatheredRows]] = nothing_gathered
     ffn_norm: str = "post_attention_norm"
+    scales_embeddings: bool = False
+    caps_logits: bool = False

@@ -18,6 +18,7 @@ from coldstream.gguf.reader import TensorInfo
 from coldstream.models.architectures import ARCHITECTURES
 from coldstream.models.spec.layer_tensors import (
     NGRAM_TABLE,
+    ROPE_FACTORS,
     Group,
     Requirement,
     Shape,
@@ -25,6 +26,7 @@ from coldstream.models.spec.layer_tensors import (
     mixer_tensors,
     nextn_tensors,
     norm_tensors,
+    post_norm_tensors,
     stream_tensors,
 )
 from coldstream.models.spec.model_spec import ModelSpec
@@ -47,7 +49,14 @@ def global_tensors(spec: ModelSpec) -> tuple[Requirement, ...]:
             else mixer_tensors(streams, spec.hidden_size, "output_hc")
         ),
         *(() if spec.tied_output else (output,)),
+        *_rope_factors(spec),
     )
+
+
+def _rope_factors(spec: ModelSpec) -> tuple[Requirement, ...]:
+    """What divides frequencies, for as many pairs as rotate in the layers that have it."""
+    sizes = {each.rope.num_dims // 2 for each in spec.attentions if each.rope_factors}
+    return tuple(({ROPE_FACTORS: ((size,),)},) for size in sizes)
 
 
 def block_tensors(spec: ModelSpec, block: int) -> tuple[Requirement, ...]:
@@ -65,7 +74,7 @@ def block_tensors(spec: ModelSpec, block: int) -> tuple[Requirement, ...]:
     nextn = nextn_tensors(hidden, spec.vocab_size, streams) if block >= spec.num_layers else ()
     return tuple(
         tuple({prefix + name: shapes for name, shapes in group.items()} for group in requirement)
-        for requirement in (*norms, *parts, *nextn)
+        for requirement in (*norms, *post_norm_tensors(layer, hidden), *parts, *nextn)
     )
 
 

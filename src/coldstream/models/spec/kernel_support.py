@@ -36,7 +36,7 @@ def check_kernels(layers: Sequence[LayerSpec], keys: Hyperparameters) -> None:
     The message names the key and its value in the file, or the layer and the value where no key says it.
     """
     for index, layer in enumerate(layers):
-        for field in (*_mixer_fields(layer.mixer), *_ffn_fields(layer.ffn)):
+        for field in (*_mixer_fields(layer.mixer), *_ffn_fields(layer.ffn), *_norm_fields(layer)):
             if field.is_supported:
                 continue
             for key in field.keys:
@@ -71,6 +71,17 @@ def _ffn_fields(spec: MoeSpec | DenseFfnSpec) -> Iterator[_LayerField]:
     own = spec.router.own_input
     is_alone = not own or spec.shared != "gated"
     yield _LayerField("router's own input", own, is_alone, "one without the gate of a shared expert")
+
+
+def _norm_fields(layer: LayerSpec) -> Iterator[_LayerField]:
+    shared = layer.ffn.shared if isinstance(layer.ffn, MoeSpec) else "none"
+    is_one_stream = layer.hyper_connections is None
+    supported = "one residual stream, and a shared expert that is normed, or none"
+    of_parts = layer.post_norms and is_one_stream and shared in ("none", "parallel")
+    yield _LayerField("norms of outputs", layer.post_norms, of_parts or not layer.post_norms, supported)
+    is_normed = layer.post_norms or (shared != "parallel" and not layer.output_scale)
+    supported = "outputs that are normed"
+    yield _LayerField("parallel network or scale", shared, is_normed, supported)
 
 
 def _check_alike(layers: Sequence[LayerSpec], keys: Hyperparameters) -> None:

@@ -48,6 +48,7 @@ class WindowPattern:
     is_scaled: (
         bool  # whether these layers rotate like the others, scaling included; else by a base of their own
     )
+    has_heads: bool = False  # whether these layers have a key for the size of their heads
 
     def is_windowed(self, layer: int, period: int) -> bool:
         """Whether a layer has a window, with a period that the file may state."""
@@ -96,11 +97,11 @@ def read_attention(
     )
 
 
-def _read_head_dim(keys: Hyperparameters) -> int:
-    head_dim = keys.integer("attention.key_length", 1, 1024)
-    value_length = keys.integer("attention.value_length", 1, 1024, head_dim)
+def _read_head_dim(keys: Hyperparameters, end: str = "") -> int:
+    head_dim = keys.integer(f"attention.key_length{end}", 1, 1024)
+    value_length = keys.integer(f"attention.value_length{end}", 1, 1024, head_dim)
     if value_length != head_dim:
-        raise keys.inconsistent("attention.value_length", f"{value_length}, the keys have {head_dim}")
+        raise keys.inconsistent(f"attention.value_length{end}", f"{value_length}, the keys have {head_dim}")
     return head_dim
 
 
@@ -131,8 +132,9 @@ def _read_rope_dims(keys: Hyperparameters, name: str, head_dim: int, default: in
 
 def _with_window(keys: Hyperparameters, full: AttentionSpec, windows: WindowPattern) -> AttentionSpec:
     """The attention of layers with a window, which may rotate in another way than `full`."""
+    head_dim = _read_head_dim(keys, "_swa") if windows.has_heads else full.head_dim
     rope = RopeSpec(
-        _read_rope_dims(keys, "rope.dimension_count_swa", full.head_dim, full.rope.num_dims),
+        _read_rope_dims(keys, "rope.dimension_count_swa", head_dim, min(head_dim, full.rope.num_dims)),
         keys.number("rope.freq_base_swa", 1.0, 1e12, full.rope.theta if windows.is_scaled else None),
     )
     if windows.is_scaled and full.rope.scaling is not None:
@@ -140,7 +142,8 @@ def _with_window(keys: Hyperparameters, full: AttentionSpec, windows: WindowPatt
             problem = f"{rope.theta:g}, supported: one rotary embedding where windows are scaled"
             raise keys.error(UnsupportedError, "rope.freq_base_swa", problem)
         rope = full.rope
-    return replace(full, rope=rope, window=keys.integer("attention.sliding_window", 1, 1 << 32))
+    window = keys.integer("attention.sliding_window", 1, 1 << 32)
+    return replace(full, head_dim=head_dim, rope=rope, window=window)
 
 
 def _windowed_blocks(keys: Hyperparameters, windows: WindowPattern) -> tuple[bool, ...]:
@@ -198,14 +201,18 @@ def read_moe(
         ffn_size=keys.uniform("expert_feed_forward_length", 1 << 16),
         router=router,
         shared=shared,
-        shared_ffn_size=0 if shared == "none" else _shared_ffn_size(keys),
+        shared_ffn_size=_shared_ffn_size(keys, shared),
         activation=activation,
         bias=bias,
     )
 
 
-def _shared_ffn_size(keys: Hyperparameters) -> int:
+def _shared_ffn_size(keys: Hyperparameters, shared: SharedExpert) -> int:
     """The shared expert's: a key of its own, or as large as so many routed experts."""
+    if shared == "none":
+        return 0
+    if shared == "parallel":
+        return keys.uniform("feed_forward_length", 1 << 18)
     count_key, size_key = "expert_shared_count", "expert_shared_feed_forward_length"
     if count_key not in keys or size_key in keys:
         return keys.uniform(size_key, 1 << 16)

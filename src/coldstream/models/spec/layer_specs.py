@@ -21,7 +21,8 @@ from coldstream.kernels.ops import (
 LayerKind = Literal["attention", "delta_net"]
 QkNorm = Literal["none", "head", "projection"]
 ProjectionBias = Literal["none", "qkv", "all"]  # of queries, keys and values, or of all four projections
-SharedExpert = Literal["none", "plain", "gated"]
+# parallel: a dense network that reads a norm of its own of the residual stream. Outputs are normed apart.
+SharedExpert = Literal["none", "plain", "gated", "parallel"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     rope: RopeSpec
+    rope_factors: bool = False  # a tensor of the file divides the frequencies
     output_gate: OutputGate = "none"
     qk_norm: QkNorm = "none"  # RMS norm of queries and keys: of each head, or of the whole projection
     v_norm: bool = False  # RMS norm of each head of the values, without a weight
@@ -163,7 +165,7 @@ class MoeSpec:
     router: RouterSpec = PLAIN_RULE.spec
     activation: Activation = SWIGLU
     bias: bool = False  # of the experts' matrices
-    shared: SharedExpert = "none"  # added as it is, or times the sigmoid of a gate
+    shared: SharedExpert = "none"  # added as it is, times the sigmoid of a gate, or normed
     shared_ffn_size: int = 0
 
 
@@ -177,10 +179,15 @@ class DenseFfnSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """x + mixer(norm(x)), then + ffn(norm(x)); with hyper-connections mixtures stand for the norms."""
+    """x + mixer(norm(x)), then + ffn(norm(x)); with hyper-connections mixtures stand for the norms.
+
+    With `post_norms`, both outputs are normed before they are added.
+    """
 
     mixer: AttentionSpec | DeltaNetSpec
     ffn: MoeSpec | DenseFfnSpec
+    post_norms: bool = False
+    output_scale: bool = False  # a number of the layer multiplies the residual stream behind it
     hyper_connections: HyperConnectionSpec | None = None
     ngram: NgramSpec | None = None
 

@@ -20,6 +20,8 @@ from coldstream.models.spec.layer_specs import (
 )
 
 NGRAM_TABLE: Final = "per_layer_token_embd.weight"  # of the n-grams of one layer, outside its block
+ROPE_FACTORS: Final = "rope_freqs.weight"  # of all layers that have `rope_factors`
+OUTPUT_SCALE: Final = "layer_output_scale.weight"
 Shape = tuple[int, ...]
 Group = dict[str, tuple[Shape, ...]]  # tensors that come together: name → the shapes it may have
 Requirement = tuple[
@@ -70,6 +72,17 @@ def delta_net_projections(spec: DeltaNetSpec, hidden: int) -> tuple[Requirement,
 def norm_tensors(ffn_norm: str, hidden: int) -> tuple[Requirement, ...]:
     """The norms before the mixer and before the feed-forward network, which is named `ffn_norm`."""
     return each({"attn_norm.weight": (hidden,), f"{ffn_norm}.weight": (hidden,)})
+
+
+def post_norm_tensors(layer: LayerSpec, hidden: int) -> tuple[Requirement, ...]:
+    """The norms of what the mixer and the feed-forward network give, and the number of the layer."""
+    names: list[str] = []
+    if layer.post_norms:
+        names += ["post_attention_norm.weight", "post_ffw_norm.weight"]
+        if isinstance(layer.ffn, MoeSpec) and layer.ffn.shared == "parallel":
+            names += ["post_ffw_norm_1.weight", "post_ffw_norm_2.weight"]
+    scale: dict[str, Shape] = {OUTPUT_SCALE: (1,)} if layer.output_scale else {}
+    return each(dict.fromkeys(names, (hidden,)) | scale)
 
 
 def stream_tensors(spec: HyperConnectionSpec, hidden: int, *parts: str) -> tuple[Requirement, ...]:
@@ -205,6 +218,9 @@ def _shared_expert_tensors(spec: MoeSpec, hidden: int) -> tuple[Requirement, ...
     if spec.shared == "none":
         return ()
     size = spec.shared_ffn_size
+    if spec.shared == "parallel":
+        network = _dense_ffn_tensors(DenseFfnSpec(size, spec.activation), hidden)
+        return (*network, *each({"ffn_norm.weight": (hidden,)}))
     gate: Group = {"ffn_gate_inp_shexp.weight": ((hidden,), (1, hidden))}
     others = {
         "ffn_gate_shexp.weight": (size, hidden),

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from coldstream.errors import InconsistentError, NotFiniteError
+from coldstream.models.spec.layer_tensors import ROPE_FACTORS
 from coldstream.models.spec.model_spec import ModelSpec
 
 # Halfway to the values that a norm weight is centred on when the 1 was never added (0) or was added twice
@@ -51,6 +52,19 @@ def check_small_tensors(spec: ModelSpec, tensors: Mapping[str, np.ndarray]) -> t
             f"may have {cause} the norm weights. If the text is garbled, convert the checkpoint again",
         )
     return ()
+
+
+def check_rope_factors(factors: np.ndarray[Any, Any]) -> tuple[float, ...]:
+    """What frequencies are multiplied by, of the numbers of the file that divide them.
+
+    Raises InconsistentError unless these are positive; a very great one stops its pair.
+    """
+    if not (np.isfinite(factors) & (factors > 0)).all():
+        raise InconsistentError(
+            f"{ROPE_FACTORS} holds {factors.min():.3g}, expected values above 0: the file is damaged, "
+            "download it again"
+        )
+    return tuple(1 / float(factor) for factor in factors)
 
 
 def _median(values: Sequence[float]) -> float:
