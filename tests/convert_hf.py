@@ -378,10 +378,28 @@ def gguf_tensors(model: PreTrainedModel, variant: Variant) -> Tensors:
         # Random checkpoints have none; the last layer again, with its own projections, has the right shapes.
         last = config.num_hidden_layers
         yield from block_tensors(model, last - 1, last, variant)
+        if config.model_type == "qwen4_exp_text":
+            for name, values in stream_nextn(config).items():
+                yield f"blk.{last}.nextn.{name}.weight", values
+            return
         hidden = config.hidden_size
         for name, shape in {"eh_proj": (hidden, 2 * hidden), "enorm": hidden, "hnorm": hidden}.items():
             yield f"blk.{last}.nextn.{name}.weight", np.ones(shape, np.float32)
         yield f"blk.{last}.nextn.shared_head_norm.weight", np.ones(hidden, np.float32)
+
+
+def stream_nextn(config) -> dict[str, np.ndarray]:
+    """Random tensors of an MTP block beside its layer, where there are several residual streams."""
+    rng, width = np.random.default_rng(11), config.hc_count * config.hidden_size
+    shapes = {
+        "eh_proj": (config.hidden_size, 2 * config.hidden_size),
+        "hc_head_down": (config.hc_lowrank, width),
+        "hc_head_up": (width, config.hc_lowrank),
+    }
+    tensors = {name: 1.5 * rng.normal(size=shape) / shape[1] ** 0.5 for name, shape in shapes.items()}
+    for name, size in (("enorm", config.hidden_size), ("hnorm", width), ("hc_head_norm", width)):
+        tensors[name] = 1 + rng.normal(size=size) / 5
+    return {name: values.astype(np.float32) for name, values in tensors.items()}
 
 
 def block_tensors(model: PreTrainedModel, source: int, block: int, variant: Variant) -> Tensors:

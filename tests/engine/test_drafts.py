@@ -308,6 +308,23 @@ def test_a_block_that_drafts_by_default_changes_no_token(tmp_path: Path) -> None
         assert found.statistics.speculation.steps > 0
 
 
+@pytest.mark.sharded(of="models on the CPU")
+@pytest.mark.parametrize("has_ngrams", [False, True])
+def test_a_block_of_several_streams_changes_no_token(tmp_path: Path, has_ngrams: bool) -> None:
+    parts = {"nextn": True, "ngrams": has_ngrams, "quant": "Q8_0", "dims": Dims(context=512)}
+    (path,) = write_gguf(tmp_path / "streams.gguf", "qwen4exp", **parts)
+    options: dict[str, Any] = {"device": "cpu", "ctx_size": 256, "threads": 2}
+    drafts = {"spec_type": "mtp", "tree_budget": 5}
+    with LLM(str(path), **options, **drafts) as drafting, LLM(str(path), **options, **NOT_DRAFTED) as plain:
+        for name in ("greedy", "seeded", "penalties"):
+            params = replace(PARAMS[name], ignore_eos=True)
+            for prompt in (PROMPTS[1], [5, 6, 7, 5, 6]):
+                (found,), (expected,) = (llm.generate(prompt, params) for llm in (drafting, plain))
+                check_same(expected, found)
+                assert found.statistics.speculation is not None
+                assert found.statistics.speculation.drafted > 60
+
+
 def test_what_drafts_lose_is_bounded_where_nobody_asked_for_them(tmp_path: Path) -> None:
     path = deep_model(tmp_path)
     for options, is_bounded in (({}, True), ({"spec_type": "mtp"}, False)):

@@ -101,9 +101,17 @@ def on_the_host(
 
 @pytest.mark.sharded
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize(("has_mtp", "share"), [(False, None), (True, None), (True, 0.5)])
-def test_drafts_on_the_host(tmp_path: Path, has_mtp: bool, share: float | None) -> None:
-    (path,) = write_gguf(tmp_path / "tiny.gguf", "qwen35moe", dims=SMALL_EXPERTS, nextn=has_mtp, quant="Q8_0")
+@pytest.mark.parametrize(
+    ("arch", "has_mtp", "share"),
+    [
+        ("qwen35moe", False, None),
+        ("qwen35moe", True, None),
+        ("qwen35moe", True, 0.5),
+        ("qwen4exp", True, None),
+    ],
+)
+def test_drafts_on_the_host(tmp_path: Path, arch: str, has_mtp: bool, share: float | None) -> None:
+    (path,) = write_gguf(tmp_path / "tiny.gguf", arch, dims=SMALL_EXPERTS, nextn=has_mtp, quant="Q8_0")
     params = replace(SEEDED, max_tokens=6, ignore_eos=True)
     prompts = [[1, 2, 3, 1, 2]]
     with (

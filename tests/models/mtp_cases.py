@@ -29,6 +29,8 @@ VARIANTS = {
     "floats": ("qwen35moe", {"quant": "F32"}),
     "own tables": ("qwen35", {"quant": "Q8_0"}),
     "no norm of its own": ("qwen35moe", {"quant": "Q8_0"}),
+    "streams": ("qwen4exp", {"types": MIX}),
+    "streams, n-grams": ("qwen4exp", {"quant": "Q4_K", "ngrams": True}),
 }
 
 
@@ -55,10 +57,11 @@ def write_variant(folder: Path, name: str, **options: object) -> Path:
 
 @dataclass(frozen=True)
 class Outputs:
-    """By row: normed outputs [T, E] and logits [T, vocab]."""
+    """By row: normed outputs [T, E], logits [T, vocab], and states of rows that follow."""
 
     hidden: np.ndarray
     logits: np.ndarray
+    states: np.ndarray
 
 
 class Reference:
@@ -76,17 +79,20 @@ class Reference:
 
     @torch.no_grad()
     def feed_trunk(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Hidden states of a prompt [T, E]."""
-        ids = torch.tensor(token_ids, dtype=torch.int32)
-        return self.trunk.forward(ids, _rows(0, len(ids)), self._trunk_cache).numpy()
+        """Hidden states of a prompt [T, E], or all residual streams after the last layer [T, C·E]."""
+        ids, streams = torch.tensor(token_ids, dtype=torch.int32), []
+        rows, cache = _rows(0, len(ids)), self._trunk_cache
+        hidden = self.trunk.forward(ids, rows, cache, lambda layer, x: streams.append(x))
+        return (hidden if self.trunk.spec.hyper_connections is None else streams[-1]).numpy()
 
     @torch.no_grad()
     def feed_block(self, token_ids: Sequence[int], hidden: np.ndarray) -> Outputs:
         """The block's next rows."""
         ids, rows = torch.tensor(token_ids, dtype=torch.int32), _rows(self.num_rows, len(token_ids))
-        outputs = self.block.forward(ids, torch.from_numpy(np.array(hidden)), rows, self._block_cache)
+        found = self.block.forward(ids, torch.from_numpy(np.array(hidden)), rows, self._block_cache)
         self.num_rows += len(token_ids)
-        return Outputs(outputs.numpy(), self.block.logits(outputs).numpy())
+        logits = self.block.logits(found.outputs)
+        return Outputs(found.outputs.numpy(), logits.numpy(), found.states.numpy())
 
 
 def _rows(first: int, count: int) -> Rows:

@@ -255,6 +255,17 @@ class CpuOps(ComposedOps):
             _csrc.rms_norm(self._runtime, x[:, part], weight[part], eps, out[:, part])
         return out
 
+    def project_streams(
+        self, x: Array, norm: Array, eps: float, weight: _csrc.Weight, num_streams: int
+    ) -> Array:
+        normed, width = self.rms_norm(x, norm, eps), x.shape[1] // num_streams
+        out = self._empty(x.shape[0], num_streams * weight.num_rows)
+        for stream in range(num_streams):
+            of_x = slice(stream * width, (stream + 1) * width)
+            of_out = slice(stream * weight.num_rows, (stream + 1) * weight.num_rows)
+            _csrc.linear(self._runtime, normed[:, of_x], [weight], [out[:, of_out]])
+        return out
+
     def map_ngram_table(self, file: GGUFFile, info: TensorInfo) -> _csrc.NgramTable:
         """Read row by row, and never mapped. Rows that were used are kept in `NGRAM_CACHE_BYTES`."""
         num_rows, num_cols = info.shape

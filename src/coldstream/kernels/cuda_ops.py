@@ -210,6 +210,16 @@ class CudaOps(NoNgrams, CudaProducts):
         self.launch(mix_streams_cuda, normed.values, gates, out.values, out.quantised)
         return out
 
+    def project_streams(
+        self, x: DeviceArray, norm: DeviceArray, eps: float, weight: QuantTensor, num_streams: int
+    ) -> DeviceArray:
+        rows, width = x.shape
+        streams = self.activations(rows * num_streams, width // num_streams)
+        self.launch(rms_norm_cuda, x, norm, eps, streams.values.reshape(rows, width), None)
+        self.launch(quantize_cuda, streams.values, streams.quantised)
+        (out,) = self.linear(streams, (weight,))
+        return out.reshape(rows, -1)
+
     def add_bias(self, x: DeviceArray, bias: DeviceArray) -> DeviceArray:
         self.launch(add_bias_cuda, x, bias)
         return x

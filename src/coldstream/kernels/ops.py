@@ -489,6 +489,11 @@ class Ops(Protocol):
     def norm_streams(self, x: Array, weight: Array, eps: float, num_streams: int) -> Array:
         """The `rms_norm` of each of C streams side by side, [T, C·E], by weight [C·E]."""
 
+    def project_streams(self, x: Array, norm: Array, eps: float, weight: Weight, num_streams: int) -> Array:
+        """The `rms_norm` of x [T, C·E] by norm [C·E], C streams as one row; then each stream times `weight`
+        [out, E]: [T, C·out].
+        """
+
     def map_ngram_table(self, file: GGUFFile, info: TensorInfo) -> Weight:
         """A table of n-grams, left in the file: `ngram_rows` reads a few rows of it."""
 

@@ -171,6 +171,12 @@ class ReferenceOps(ComposedOps):
     ) -> torch.Tensor:
         return self._norm_streams(x, weight, eps, x.shape[-1] // num_streams)
 
+    def project_streams(
+        self, x: torch.Tensor, norm: torch.Tensor, eps: float, weight: Weight, num_streams: int
+    ) -> torch.Tensor:
+        normed = self._rms_norm(x, norm, eps).reshape(len(x) * num_streams, -1)
+        return self._multiply(normed, weight).reshape(len(x), -1)
+
     def map_ngram_table(self, file: GGUFFile, info: TensorInfo) -> Weight:
         return self.load_weight(file, info)
 

@@ -27,8 +27,21 @@ class Streams:
     injection: Array | None  # [T, C]; None if there is no update behind
 
 
-def enter_streams(ops: Ops, x: Array, weights: HyperConnectionWeights, eps: float) -> tuple[Streams, Array]:
-    """Streams that all are x [T, E], and what the first part reads of them, [T, E]."""
+@dataclass(frozen=True)
+class EnteringStreams:
+    """What enters the first block, where that are several streams already."""
+
+    values: Array  # [T, C·E], side by side
+    update: Array  # [T, E], which is added to each of them
+    no_injection: Array  # zeros [T, C]: the logits of an update that is added as it is
+
+
+def enter_streams(
+    ops: Ops, x: Array | EnteringStreams, weights: HyperConnectionWeights, eps: float
+) -> tuple[Streams, Array]:
+    """Streams that all are x [T, E], or those that enter, and what the first part reads of them, [T, E]."""
+    if isinstance(x, EnteringStreams):
+        return update_streams(ops, Streams(x.values, x.no_injection), x.update, weights, eps)
     return mixed_streams(ops, ops.inject_norm(None, x, None, weights.norm, eps), weights)
 
 

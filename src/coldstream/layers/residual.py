@@ -2,6 +2,7 @@
 
 from coldstream.kernels.ops import Array, ExpertOutputs, Ops, PostNorms
 from coldstream.layers.hyper_connections import (
+    EnteringStreams,
     HyperConnectionWeights,
     Streams,
     enter_streams,
@@ -10,10 +11,11 @@ from coldstream.layers.hyper_connections import (
 
 Norm = Array | HyperConnectionWeights  # the weights of a norm [E], or of a mixture in its place
 Residual = Array | Streams
+Entering = Array | EnteringStreams  # what enters the first block: [T, E], or several streams
 
 
-def enter(ops: Ops, x: Array, norm: Norm, eps: float) -> tuple[Residual, Array]:
-    """The residual stream of what enters the first block, x [T, E], and what its first part reads, [T, E]."""
+def enter(ops: Ops, x: Entering, norm: Norm, eps: float) -> tuple[Residual, Array]:
+    """The residual stream of what enters the first block, and what its first part reads, [T, E]."""
     if isinstance(norm, HyperConnectionWeights):
         return enter_streams(ops, x, norm, eps)
     return x, ops.rms_norm(x, norm, eps)

@@ -38,7 +38,7 @@ from coldstream.layers.gated_delta_net import (
 from coldstream.layers.hyper_connections import HyperConnectionWeights, Streams
 from coldstream.layers.moe import MoeWeights, moe
 from coldstream.layers.ngram import NgramInputs, add_ngrams
-from coldstream.layers.residual import Norm, enter, update, values_of
+from coldstream.layers.residual import Entering, Norm, enter, update, values_of
 from coldstream.models.loader import Block, Loader
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.models.spec.sanity import check_small_tensors
@@ -120,14 +120,14 @@ class CausalLM:
 
     def through_blocks(
         self,
-        x: Array,
+        x: Entering,
         angles: Angles,
         rows: Rows,
         cache: ModelCache,
         on_layer: OnLayer = ignore_layer,
         ngram_ids: Array = None,
     ) -> Array:
-        """Hidden states after the last norm, [T, E], of what enters the first block, x [T, E].
+        """Hidden states after the last norm, [T, E], of what enters the first block.
 
         on_layer: see `forward`. ngram_ids: of the layer that has n-grams. Advances the states in `cache` that
         `rows` names.

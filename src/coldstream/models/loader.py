@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from coldstream.errors import UnsupportedError
+from coldstream.gguf.messages import shorten
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.ops import (
     Array,
@@ -59,12 +61,14 @@ class Block:
 class NextnBlock:
     """A block for multi-token prediction; None: the model's own is used."""
 
-    eh_proj: Weight  # [E, 2·E], columns of the normed embedding, then of the normed hidden state
+    # [E, 2·E], columns of the normed embedding, then of the normed hidden state. With several residual
+    # streams both halves, [E, E] each.
+    eh_proj: Weight | tuple[Weight, Weight]
     enorm: Array  # [E]
-    hnorm: Array  # [E]
+    hnorm: Array  # [E], of C residual streams [C·E]
     block: Block
     token_embd: Weight | None  # [vocab, E]
-    output_norm: Array | None  # [E]
+    output_norm: Norm | None
     output: Weight | None  # [vocab, E]
 
 
@@ -91,6 +95,18 @@ class Loader:
             return self.weight(f"{prefix}{name}")
         rows = gathered[name]
         return self.ops.load_rows(self.file, self.file.tensors[f"{prefix}{rows.source}.weight"], rows.row_ids)
+
+    def halves(self, name: str) -> tuple[Weight, Weight]:
+        """The left and the right half of the columns of a matrix. UnsupportedError if a block has of both."""
+        info = self.file.tensors[f"{name}.weight"]
+        rows, cols = info.shape
+        if cols // 2 % info.quant_type.block_elements:
+            problem = f"whose blocks of {info.quant_type.name} lie across its halves: choose another file"
+            raise UnsupportedError(f"{shorten(self.file.paths[0])} has {info.name}, {problem}")
+        # Each row is two rows of half the columns.
+        halved = replace(info, shape=(2 * rows, cols // 2))
+        left, right = (self.ops.load_rows(self.file, halved, range(half, 2 * rows, 2)) for half in (0, 1))
+        return left, right
 
     def mapped(self, name: str) -> Weight:
         """The matrix `name`.weight, mapped: for weights of which a token reads only a part."""
@@ -170,13 +186,15 @@ class Loader:
             prefix + name if f"{prefix}{name}.weight" in self.file.tensors else None
             for name in ("embed_tokens", "shared_head_norm", "shared_head_head")
         )
+        has_streams = self.spec.hyper_connections is not None
+        own_norm = norm is not None or has_streams
         return NextnBlock(
-            eh_proj=self.weight(f"{prefix}eh_proj"),
+            eh_proj=self.halves(f"{prefix}eh_proj") if has_streams else self.weight(f"{prefix}eh_proj"),
             enorm=self.vector(f"{prefix}enorm.weight"),
             hnorm=self.vector(f"{prefix}hnorm.weight"),
             block=self.block(index),
             token_embd=self.mapped(embedding) if embedding else None,
-            output_norm=self.vector(f"{norm}.weight") if norm else None,
+            output_norm=self.norm(f"{prefix}shared_head_norm", f"{prefix}hc_head") if own_norm else None,
             output=self.weight(head) if head else None,
         )
 

@@ -260,8 +260,10 @@ class ModelRunner(Closing):
     def hidden(self, rows: Collection[int]) -> Any:
         """Hidden states after the last norm, which the head reads, of rows of the last step's batch.
 
-        float32 [len(rows), E] on the model's device, valid until the next step. Raises InvalidRequestError
-        for rows that the step did not have, and UnsupportedError unless the runner `gives_hidden`.
+        float32 [len(rows), E] on the model's device, valid until the next step. Where the file has a block
+        for multi-token prediction that reads several residual streams, these are all of them after the last
+        layer, [len(rows), C·E]. Raises InvalidRequestError for rows that the step did not have, and
+        UnsupportedError unless the runner `gives_hidden`.
         """
         if not self.gives_hidden:
             raise UnsupportedError(

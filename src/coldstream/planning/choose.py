@@ -434,10 +434,10 @@ def _check_drafts(config: EngineConfig, spec: ModelSpec) -> None:
     """Raises ConfigError for drafts that the model cannot have."""
     if config.spec_type == "mtp" and not spec.num_nextn_layers:
         raise ConfigError("spec_type mtp: the file has no block for multi-token prediction: try ngram")
-    if config.spec_type == "mtp" and spec.hyper_connections is not None:
+    if config.spec_type == "mtp" and not spec.drafts_by_mtp:
         raise ConfigError(
-            f"spec_type mtp: blocks for multi-token prediction of {spec.architecture} are not computed yet: "
-            "try ngram"
+            f"spec_type mtp: the file has {spec.num_nextn_layers} blocks for multi-token prediction, and "
+            "drafting takes a file with one: try ngram"
         )
     if config.spec_type == "dflash" and config.model_draft is None:
         raise ConfigError("spec_type dflash: no drafter is given: name its file or folder with --model-draft")

@@ -23,7 +23,7 @@ from coldstream.models.cpu.runner import CpuRunner
 
 CONTEXT = 700
 MAX_WAITING = 256  # by default
-NAMES = ("moe", "qwen3next", "own tables")
+NAMES = ("moe", "qwen3next", "own tables", "streams", "streams, n-grams")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -98,7 +98,7 @@ def check_rows(drafted: Drafted, block: CpuMtp) -> None:
 def test_catch_up_uses_the_trunks_states_whatever_is_accepted(tmp_path: Path, name: str) -> None:
     """States of the draft, and rows of what was rejected, leave no trace."""
     path = demo_model_path() if name == "demo" else write_variant(tmp_path, name)
-    random = Random(name)
+    random = Random(f"paths of {name}")
     with open_runner(path) as runner:
         block = runner.load_mtp()
         drafted = Drafted(runner, block, max_steps=4, min_followed=0.0)
@@ -112,7 +112,8 @@ def test_catch_up_uses_the_trunks_states_whatever_is_accepted(tmp_path: Path, na
             drafted.verify(root, tree, path_)
             if pass_ % 6 == 5:
                 check_rows(drafted, block)
-        assert lengths >= {0, 1, 2}
+        assert lengths >= {0, 1}
+        assert max(lengths) > 1
 
 
 @pytest.mark.sharded
@@ -145,7 +146,7 @@ def test_states_after_the_last_norm_come_from_the_trunk_and_within_the_chain(
         (tokens,), (log_probs,) = top_log_probs(outputs.logits[-1:], 1)
         before = expected[-1][1] if expected else 0.0
         expected.append((int(tokens[0]), before + float(log_probs[0])))
-        outputs = reference.feed_block([expected[-1][0]], outputs.hidden[-1:])
+        outputs = reference.feed_block([expected[-1][0]], outputs.states[-1:])
     with open_runner(path) as runner:
         drafted = Drafted(runner, runner.load_mtp(branching=1), max_steps=depth, min_followed=0.0)
         drafted.extend(ids[:-1])

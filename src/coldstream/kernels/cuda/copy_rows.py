@@ -1,6 +1,7 @@
 """Copies rows of activations, floats and codes in one launch: `copy_rows.cu`."""
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 
 from coldstream.kernels.cuda.activations import Activations
@@ -27,11 +28,17 @@ def copy_rows_cuda(source: Activations, target: Activations, first: DeviceArray 
     first: int32 [1] on the device, by default 0; the rows must exist. ValueError if rows are not alike, or
     `source` has too few.
     """
+    quantised = zip(vars(source.quantised).values(), vars(target.quantised).values(), strict=True)
+    _copy([(source.values, target.values), *quantised], first)
+
+
+def copy_float_rows_cuda(source: DeviceArray, target: DeviceArray, first: DeviceArray | None = None) -> None:
+    """As `copy_rows_cuda`, of rows that have no codes."""
+    _copy([(source, target)], first)
+
+
+def _copy(pairs: Sequence[tuple[DeviceArray, DeviceArray]], first: DeviceArray | None) -> None:
     parts = _Parts()
-    pairs = (
-        (source.values, target.values),
-        *zip(vars(source.quantised).values(), vars(target.quantised).values(), strict=True),
-    )
     for place, (here, there) in enumerate(pairs):
         row_bytes = here.shape[1] * element_bytes(here)
         is_like = here.shape[1] == there.shape[1] and here.dtype == there.dtype and len(there) <= len(here)
@@ -40,5 +47,5 @@ def copy_rows_cuda(source: Activations, target: Activations, first: DeviceArray 
         parts.at[place] = _Part(
             source=here.data_ptr(), target=there.data_ptr(), row_words=row_bytes // WORD_BYTES
         )
-    grid = (len(target.values), len(pairs), 1)
+    grid = (len(pairs[0][1]), len(pairs), 1)
     PROGRAM.kernel("copy_rows").launch(grid, THREADS, (parts, first), overlap=True)

@@ -9,7 +9,7 @@ It reads the embedding and the head of the trunk that it was loaded beside, and 
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as TokenIds
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -24,9 +24,10 @@ from coldstream.kvcache.cache import CacheSize, num_blocks_of
 from coldstream.kvcache.sequence_cache import SequenceCache
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.footprint import nextn_bytes
-from coldstream.models.mtp.model import MAX_DRAFT_IDS, MtpModel, MtpRows
+from coldstream.models.mtp.model import MAX_DRAFT_IDS, MtpModel, MtpOutputs, MtpRows
 
 Array = np.ndarray[Any, Any]
+Captured = TypeVar("Captured")
 BRANCHING: Final = 4  # candidates after a row, by default; deeper ranks are right 1 % of the time
 
 
@@ -55,8 +56,9 @@ class CpuMtp:
         self._model = model = MtpModel.load(file, trunk, ops)
         spec = model.layer.spec
         self._sequences = SequenceCache(spec, ops, cache_size, kv_type)
-        self._waiting = _Rows(ops, spec.hidden_size, self.chunk_size, num_blocks_of(context_length))
-        self._last = _Rows(ops, spec.hidden_size, 1, num_blocks_of(context_length))
+        state_size = trunk.spec.nextn_state_size
+        self._waiting = _Rows(ops, state_size, self.chunk_size, num_blocks_of(context_length))
+        self._last = _Rows(ops, state_size, 1, num_blocks_of(context_length))
         caches = self._sequences.tensors
         self._store = self._waiting.capture(partial(model.store, cache=caches))
         self._block = self._last.capture(partial(model.forward, cache=caches))
@@ -90,8 +92,8 @@ class CpuMtp:
         return MtpSequence(self, self._sequences.new())
 
     @host_memory_errors()
-    def append(self, sequence: kvcache.Sequence, token_ids: TokenIds[int], hidden: Array) -> Array:
-        """Appends rows after states [rows, E]; the output of the last, [E]. See `MtpSequence.append`."""
+    def append(self, sequence: kvcache.Sequence, token_ids: TokenIds[int], hidden: Array) -> MtpOutputs:
+        """Appends rows after states [rows, …]; what the last gives. See `MtpSequence.append`."""
         first, num_stored = sequence.length, len(token_ids) - 1
         try:
             for start in range(0, num_stored, self.chunk_size):
@@ -102,12 +104,13 @@ class CpuMtp:
             # Only keys and values behind the end have changed.
             self._sequences.truncate(sequence, first)
             raise
-        output: Array = self._block.outputs[0].copy()
-        return output
+        found = self._block.outputs
+        outputs = found.outputs[0].copy()
+        return MtpOutputs(outputs, outputs if found.states is found.outputs else found.states[0].copy())
 
     def _run(
         self,
-        graph: CapturedGraph[Array],
+        graph: CapturedGraph[Any],
         rows: "_Rows",
         sequence: kvcache.Sequence,
         token_ids: TokenIds[int],
@@ -138,13 +141,13 @@ class CpuMtp:
 class _Rows:
     """What a graph of the block reads of up to `capacity` rows."""
 
-    def __init__(self, ops: CpuOps, hidden_size: int, capacity: int, num_blocks: int) -> None:
+    def __init__(self, ops: CpuOps, state_size: int, capacity: int, num_blocks: int) -> None:
         size = BatchSize(capacity, 1, num_blocks)
         self._ops, self._capacity = ops, capacity
         self.inputs = BatchArrays(ops.zeros((size.num_values,), "int32"), size)
-        self.hidden = ops.zeros((capacity, hidden_size), "float32")
+        self.hidden = ops.zeros((capacity, state_size), "float32")
 
-    def capture(self, compute: Callable[[Array, Array, Rows], Array]) -> CapturedGraph[Array]:
+    def capture(self, compute: Callable[[Array, Array, Rows], Captured]) -> CapturedGraph[Captured]:
         """A graph of what `compute` does with the rows' tokens, hidden states and places."""
         inputs = self.inputs
         return self._ops.capture(self._capacity, lambda: compute(inputs.token_ids, self.hidden, inputs.rows))
@@ -155,14 +158,14 @@ class MtpSequence(MtpRows[CpuMtp]):
 
     def __init__(self, block: CpuMtp, sequence: kvcache.Sequence) -> None:
         super().__init__(block, sequence)
-        self.output: Array | None = None  # the block's, after the last row that was appended, float32 [E]
+        self.last: MtpOutputs | None = None  # what the last row that was appended gives: float32, both
 
     def keep(self, hidden: Array) -> list[Array]:
-        """Copies of hidden states [rows, E], one for each row."""
+        """Copies of hidden states [rows, …], one for each row."""
         return list(np.array(hidden, np.float32))
 
     def append(self, token_ids: TokenIds[int], states: TokenIds[Array]) -> None:
-        """Appends at least one row and at most `room`: each a token and the state before it, float32 [E].
+        """Appends at least one row and at most `room`: each a token and the state before it, float32.
 
         Raises GenerationFault for states that are not finite, OutOfMemoryError and ModelChangedError, each
         with no row appended.
@@ -171,7 +174,7 @@ class MtpSequence(MtpRows[CpuMtp]):
         hidden = np.stack(states)
         if not np.isfinite(hidden).all():
             raise GenerationFault("hidden states that a draft is to follow are not finite")
-        self.output = self._block.append(self._sequence, token_ids, hidden)
+        self.last = self._block.append(self._sequence, token_ids, hidden)
 
     def chain(self, num_steps: int) -> Generator[tuple[list[int], list[float]], None, None]:
         """Candidates after the last row that was appended, then after the best of them, and so on.
@@ -180,15 +183,15 @@ class MtpSequence(MtpRows[CpuMtp]):
         Log-probabilities are NaN if a logit is not finite. The rows in between are gone at the generator's
         end, or when it is closed. Raises as `append`.
         """
-        assert self.output is not None, "candidates follow rows that were appended"
-        num_rows, output = self.length, self.output
+        assert self.last is not None, "candidates follow rows that were appended"
+        num_rows, last = self.length, self.last
         try:
             for step in range(num_steps):
-                candidates = self._block.candidates(output)
+                candidates = self._block.candidates(last.outputs)
                 yield candidates
                 if step + 1 == num_steps or not self.room:
                     return
-                output = self._block.append(self._sequence, candidates[0][:1], output[None])
+                last = self._block.append(self._sequence, candidates[0][:1], last.states[None])
         finally:
             self.truncate(num_rows)
 

@@ -73,8 +73,11 @@ class CpuRunner(ModelRunner):
         self._path = PathArrays(ops.zeros((PathArrays.num_values(num_blocks),), "int32"), num_blocks)
         self._streams: dict[int, Array] = {}  # residual streams [chunk_size, E] by layer
 
+        # With several streams the MTP block reads those before the last mixture.
+        self._gives_streams = spec.drafts_by_mtp and spec.hyper_connections is not None
+
         def keep_stream(layer: int, x: Array) -> None:
-            if layer in aux_layers:
+            if layer in aux_layers or (self._gives_streams and layer == spec.num_layers - 1):
                 self._streams[layer] = x
 
         self._trunk = ops.capture(
@@ -295,7 +298,8 @@ class CpuRunner(ModelRunner):
         return logits
 
     def _hidden_of(self, rows: Array | slice) -> Array:
-        hidden: Array = self._trunk.outputs[rows]
+        last = self.spec.num_layers - 1
+        hidden: Array = self._streams[last][rows] if self._gives_streams else self._trunk.outputs[rows]
         return hidden
 
     def _features_of(self, rows: Array | slice) -> Array:

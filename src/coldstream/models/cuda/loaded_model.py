@@ -97,7 +97,7 @@ class Loaded:
         mtp = fused = None
         if mtp_weights is not None:
             caches = (limits.cache_size, limits.context_length, limits.kv_type)
-            mtp = LoadedMtp.into(memory, ops, mtp_weights, *caches)
+            mtp = LoadedMtp.into(ops, mtp_weights, *caches, rows)
         if (mtp or features) and limits.has_trees and limits.expert_bytes is None:
             fused = FusedMemory.into(ops, limits.context_length)
         return cls(
@@ -128,7 +128,7 @@ class Loaded:
     def logits_after(self, token_ids: DeviceArray, rows: Rows) -> DeviceArray:
         """The logits [rows, vocab] after rows, valid until the next step."""
         hidden = self._forward(token_ids, rows)
-        if self.mtp is not None:
+        if self.mtp is not None and not self.mtp.has_streams:
             self.ops.launch(copy_values_cuda, hidden.values, self.mtp.trunk_states[: len(token_ids)])
         logits: DeviceArray = self.model.logits(hidden)
         return logits
@@ -156,6 +156,8 @@ class Loaded:
         self.ops.start_step(rows)
         try:
             keep = ignore_layer if self.features is None else partial(self.features.keep, self.ops.launch)
+            if self.mtp is not None and self.mtp.has_streams:
+                keep = partial(self.mtp.keep_streams, len(self.model.blocks) - 1)  # no features beside
             hidden: Activations = self.model.forward(token_ids, rows, self.states, keep)
             return hidden
         finally:

@@ -237,10 +237,10 @@ class CudaLogits:
 class StepOutputs:
     """What the last step has left on the device, until the next one."""
 
-    hidden_size: int
+    hidden_size: int  # of what `states_of` returns
     logits: Any = None  # of all rows
     hidden: Activations | None = None  # hidden states of all rows
-    states: Any = None  # their float32 values, if they are kept beside logits
+    states: Any = None  # their float32 values, if they are kept beside logits, or all residual streams
 
     def forget(self) -> None:
         """Frees them."""
@@ -256,10 +256,15 @@ class StepOutputs:
         return head(self.hidden.rows(first, count) if is_run else self.hidden.take(rows))
 
     def states_of(self, rows: Array | slice) -> Any:
-        """Hidden states float32 [n, E], of a slice as a view. RuntimeError if another step has begun."""
+        """Hidden states float32 [n, hidden_size], of a slice as a view.
+
+        RuntimeError if another step has begun.
+        """
         if isinstance(rows, slice) and rows.start == rows.stop:
             return RawArray(0, (0, self.hidden_size), "float32")
-        states: Any = self.hidden.values if self.hidden is not None else self.states
+        states: Any = self.states
+        if states is None and self.hidden is not None:
+            states = self.hidden.values
         if states is None:
             raise RuntimeError("these hidden states are gone: the device has computed another step since")
         return states[rows] if isinstance(rows, slice) else take_rows(states, rows)

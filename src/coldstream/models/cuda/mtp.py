@@ -9,7 +9,6 @@ import numpy as np
 
 from coldstream import kvcache
 from coldstream.kernels.cuda.contents import copy_parts, joined
-from coldstream.kernels.cuda.copy_rows import copy_rows_cuda
 from coldstream.kernels.cuda.device import device_errors
 from coldstream.kernels.cuda.runtime import allocations, copies, streams
 from coldstream.kernels.fused.cuda import MAX_FUSED_ROWS, FusedArrays, FusedKernels
@@ -67,7 +66,7 @@ class CudaMtp:
                     copy_parts(states[part], loaded.states[:count])
                     self._run_rows(sequence, token_ids[part])
                     loaded.sequences.append(sequence, count)
-                loaded.ops.launch(copy_rows_cuda, loaded.outputs.rows(count - 1, 1), loaded.last)
+                loaded.follow_run(count - 1)
         except BaseException:
             # Only keys and values behind the end have changed.
             loaded.sequences.truncate(sequence, first)
@@ -130,11 +129,11 @@ class CudaMtpSequence(MtpRows[CudaMtp]):
     """Rows of one sequence of `CudaMtp`."""
 
     def keep(self, hidden: Any) -> list[Any]:
-        """Copies of hidden states [rows, E], one for each row, on the device."""
+        """Copies of hidden states [rows, …], one for each row, on the device."""
         return list(joined([hidden]))
 
     def append(self, token_ids: Sequence[int], states: Sequence[Any]) -> None:
-        """Appends at least one row and at most `room`: each a token and the state before it, float32 [E].
+        """Appends at least one row and at most `room`: each a token and the state before it, float32.
 
         Raises DeviceError and OutOfMemoryError, with no row appended. States that are not finite show in the
         candidates.

@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.array import DeviceArray, as_type
-from coldstream.kernels.cuda.copy_rows import copy_rows_cuda
+from coldstream.kernels.cuda.copy_rows import copy_float_rows_cuda, copy_rows_cuda
 from coldstream.kernels.cuda.copy_values import copy_values_cuda
 from coldstream.kernels.cuda.memory import Memory
 from coldstream.kernels.cuda_ops import CudaOps
@@ -19,7 +19,7 @@ from coldstream.kernels.top_log_probs.cuda import SMALL_RANKS
 from coldstream.kvcache.cache import CacheSize
 from coldstream.kvcache.sequence_cache import SequenceCache
 from coldstream.models.cuda.inputs import MAX_DECODE_ROWS, Inputs, StepShape
-from coldstream.models.mtp.model import MAX_DRAFT_IDS, MtpModel
+from coldstream.models.mtp.model import MAX_DRAFT_IDS, MtpModel, MtpOutputs
 
 BRANCHING: Final = SMALL_RANKS  # candidates after a row
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of captured runs; others have rows of no sequence at their end
@@ -36,50 +36,85 @@ class LoadedMtp:
     head: QuantTensor  # of the first MAX_DRAFT_IDS tokens
     sequences: SequenceCache
     inputs: Inputs
-    trunk_states: Any  # float32 [MAX_DECODE_ROWS, E], of the rows of the trunk's last step
-    states: Any  # float32 [MAX_MTP_ROWS, E], before each row of a run
+    # What the block reads of rows, float32 [.., S]: of the trunk's last step, and before each row of a run.
+    trunk_states: Any  # [MAX_DECODE_ROWS, S]; with several residual streams of as many rows as a step has
+    states: Any  # [MAX_MTP_ROWS, S]
     outputs: Activations  # [MAX_MTP_ROWS, E], of a run
     last: Activations  # [1, E], the output that candidates follow
+    # With several residual streams those of `outputs` and of `last`, [.., S]; otherwise their values.
+    output_states: Any
+    last_state: Any
     candidates: Any  # int32 [2, BRANCHING]: ids, and log-probabilities as their bits
 
     @classmethod
     def into(
-        cls, memory: Memory, ops: CudaOps, model: MtpModel, size: CacheSize, context_length: int, kv_type: str
+        cls, ops: CudaOps, model: MtpModel, size: CacheSize, context_length: int, kv_type: str, most_rows: int
     ) -> Self:
-        """For sequences of up to `context_length` rows; size: of the trunk's caches."""
-        hidden_size = model.layer.spec.hidden_size
+        """For sequences of up to `context_length` rows.
+
+        size: of the trunk's caches; most_rows: of its steps.
+        """
+        spec, memory = model.layer.spec, ops.memory
+        hidden_size, state_size = spec.hidden_size, spec.nextn_state_size
+        has_streams = state_size != hidden_size
+        outputs = ops.activations(MAX_MTP_ROWS, hidden_size, persistent=True)
+        last = ops.activations(1, hidden_size, persistent=True)
+
+        def states(num_rows: int) -> Any:
+            return memory.persistent((num_rows, state_size), "float32")
+
         return cls(
             memory,
             ops,
             model,
             first_rows(model.layer.output, MAX_DRAFT_IDS),
-            SequenceCache(model.layer.spec, ops, CacheSize(size.num_blocks, size.num_states), kv_type),
+            SequenceCache(spec, ops, CacheSize(size.num_blocks, size.num_states), kv_type),
             Inputs.into(ops, MAX_MTP_ROWS, context_length),
-            memory.persistent((MAX_DECODE_ROWS, hidden_size), "float32"),
-            memory.persistent((MAX_MTP_ROWS, hidden_size), "float32"),
-            ops.activations(MAX_MTP_ROWS, hidden_size, persistent=True),
-            ops.activations(1, hidden_size, persistent=True),
+            states(most_rows if has_streams else MAX_DECODE_ROWS),
+            states(MAX_MTP_ROWS),
+            outputs,
+            last,
+            states(MAX_MTP_ROWS) if has_streams else outputs.values,
+            states(1) if has_streams else last.values,
             memory.persistent((2, BRANCHING), "int32"),
         )
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether it reads several residual streams of a row."""
+        return self.last_state is not self.last.values
+
+    def keep_streams(self, last: int, layer: int, x: DeviceArray) -> None:
+        """Keeps the streams x after the trunk's last layer, which has the number `last`."""
+        if layer == last:
+            self.ops.launch(copy_values_cuda, x, self.trunk_states[: len(x)])
 
     def run_rows(self, shape: StepShape) -> None:
         """Rows of the inputs after `states`, with the results in `outputs`."""
         token_ids, rows = self.inputs.take(shape)
         found = self.compute_rows(token_ids, self.states[: shape.num_rows], rows)
-        self.ops.launch(copy_rows_cuda, found, self.outputs.rows(0, shape.num_rows))
+        self.ops.launch(copy_rows_cuda, found.outputs, self.outputs.rows(0, shape.num_rows))
+        if self.has_streams:
+            self.ops.launch(copy_float_rows_cuda, found.states, self.output_states[: shape.num_rows])
 
-    def compute_rows(self, token_ids: DeviceArray, states: DeviceArray, rows: Rows) -> Activations:
+    def compute_rows(self, token_ids: DeviceArray, states: DeviceArray, rows: Rows) -> MtpOutputs:
         """The results of rows after `states`, valid until the next step."""
         self.ops.start_step(rows)
         try:
-            found: Activations = self.model.forward(token_ids, states, rows, self.sequences.tensors)
-            return found
+            return self.model.forward(token_ids, states, rows, self.sequences.tensors)
         finally:
             self.ops.finish_step()
 
-    def follow(self, outputs: Activations, row: DeviceArray) -> None:
-        """Makes a row of `outputs` the one that candidates follow. row: int32 [1], on the device."""
-        self.ops.launch(copy_rows_cuda, outputs, self.last, row)
+    def follow(self, found: MtpOutputs, row: DeviceArray | None = None) -> None:
+        """Makes a row of `found` the one that candidates follow. row: int32 [1], on the device; None: 0."""
+        self.ops.launch(copy_rows_cuda, found.outputs, self.last, row)
+        if self.has_streams:
+            self.ops.launch(copy_float_rows_cuda, found.states, self.last_state, row)
+
+    def follow_run(self, row: int) -> None:
+        """Makes a row of the last run the one that candidates follow."""
+        states = self.output_states[row : row + 1]
+        self.follow(MtpOutputs(self.outputs.rows(row, 1), states))
 
     def run_head(self) -> None:
         """The likeliest tokens after `last`, into `candidates`."""
@@ -99,8 +134,8 @@ class LoadedMtp:
         """Runs a row after `last` and replaces it. Then as `run_head`."""
         self.ops.start_step(rows)
         try:
-            found = self.model.forward(token_ids, self.last.values, rows, self.sequences.tensors)
-            self.ops.launch(copy_rows_cuda, found, self.last)
+            found = self.model.forward(token_ids, self.last_state, rows, self.sequences.tensors)
+            self.follow(found)
             self._run_head()
         finally:
             self.ops.finish_step()

@@ -91,7 +91,7 @@ class CudaRunner(ModelRunner):
         self._partial: PartialModel | None = None
         self._in_flight: list[tuple[int, tuple[Sequence, ...]]] = []  # running steps' numbers and sequences
         self._steps = CapturedSteps(is_early=is_early)
-        self._outputs = StepOutputs(spec.hidden_size)
+        self._outputs = StepOutputs(spec.nextn_state_size if limits.has_mtp else spec.hidden_size)
         self.gives_hidden, self.aux_layers = limits.has_mtp, limits.aux_layers
         self._num_steps, self._can_make_room = 0, False
         self._memory: DeviceMemory | None = None
@@ -406,13 +406,14 @@ class CudaRunner(ModelRunner):
         outputs, mtp = self._outputs, self._loaded.mtp
         if with_head:
             outputs.logits = self._computed_logits(shape)
-            outputs.states = mtp.trunk_states[: shape.num_rows] if mtp else None
         elif self.limits.is_captured(shape.num_rows):
             outputs.hidden = self._steps.run(
                 ("hidden", shape), lambda: self._loaded.kept_step(shape), lambda kept: kept, self._make_room
             )
         else:
             outputs.hidden = self._shared_out_by_host(shape)
+        if mtp is not None and (with_head or mtp.has_streams):
+            outputs.states = mtp.trunk_states[: shape.num_rows]
         if self._first_token is None and any(len(segment.wanted) for segment in segments):
             self._first_token = self._num_steps
         changed = tuple(sequence for segment in segments for sequence in segment.sequences)

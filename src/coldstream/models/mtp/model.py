@@ -5,6 +5,10 @@ token. It is a model of one layer, whose input is eh_proj · [norm(embedding); n
 normed output stands for the hidden state when it goes on from a token that it has predicted itself. Embedding
 and head are the trunk's unless the block has tables of its own.
 
+With several residual streams the hidden state is all of them, before the trunk's last mixture, with one norm.
+Each stream that enters the layer is eh_proj · [norm(embedding); its part of that norm]. A mixture of the
+block's own gives what the head reads, and the streams before it are the next hidden state.
+
 The unit of work is a row (token x_{p+1}, hidden state h_p). It is written over `Ops`, like the trunk.
 """
 
@@ -19,13 +23,24 @@ from coldstream.kernels.ops import Array, AttentionInputs, Caches, Ops, Rows, We
 from coldstream.kvcache import Sequence
 from coldstream.kvcache.cache import AttentionState, ModelCache
 from coldstream.layers.attention import AttentionWeights
+from coldstream.layers.hyper_connections import EnteringStreams
+from coldstream.layers.residual import Entering, enter
 from coldstream.models.causal_lm import CausalLM
 from coldstream.models.loader import Loader
 from coldstream.models.spec.sanity import check_small_tensors
 
+MAX_STEP_ROWS = 512
 # Candidates are among the first ids: a head of 248,320 rows takes longer to read than the block. Byte pairs
 # were merged in the order of their frequency, so that the first ids make up most of any text.
 MAX_DRAFT_IDS = 2**16
+
+
+@dataclass(frozen=True)
+class MtpOutputs:
+    """What the block gives of rows [T]."""
+
+    outputs: Array  # [T, E], which the head reads
+    states: Array  # hidden states of rows that follow: the outputs, or the residual streams [T, C·E]
 
 
 @dataclass(frozen=True)
@@ -33,9 +48,10 @@ class MtpModel:
     """The weights of the block, and what it shares with the trunk."""
 
     layer: CausalLM  # the block's layer with the embedding, last norm and head that it uses
-    eh_proj: Weight  # [E, 2·E]
+    eh_proj: Weight | tuple[Weight, Weight]  # see `NextnBlock`
     enorm: Array  # [E]
-    hnorm: Array  # [E]
+    hnorm: Array  # [E], of C residual streams [C·E]
+    no_injection: Array | None  # zeros [MAX_STEP_ROWS, C]; None with one residual stream
 
     @classmethod
     def load(cls, file: GGUFFile, trunk: CausalLM, ops: Ops) -> Self:
@@ -49,11 +65,6 @@ class MtpModel:
                 f"{shorten(file.paths[0])} has {spec.num_nextn_layers} blocks for multi-token prediction, "
                 "and drafting takes a file with one: choose another way of drafting, or another file"
             )
-        if spec.hyper_connections is not None:
-            raise UnsupportedError(
-                f"{shorten(file.paths[0])}: blocks for multi-token prediction of {spec.architecture} are not "
-                "computed yet: choose another way of drafting"
-            )
         loader = Loader(file, spec, ops)
         nextn = loader.nextn(spec.num_layers)
         check_small_tensors(spec, loader.vectors)
@@ -66,19 +77,30 @@ class MtpModel:
             output_norm=trunk.output_norm if nextn.output_norm is None else nextn.output_norm,
             output=trunk.output if nextn.output is None else nextn.output,
         )
-        return cls(layer, nextn.eh_proj, nextn.enorm, nextn.hnorm)
+        streams = spec.hyper_connections
+        no_injection = None if streams is None else ops.zeros((MAX_STEP_ROWS, streams.num_streams), "float32")
+        return cls(layer, nextn.eh_proj, nextn.enorm, nextn.hnorm, no_injection)
 
-    def forward(self, token_ids: Array, hidden: Array, rows: Rows, cache: ModelCache) -> Array:
-        """Normed outputs [T, E]: what the head reads, and the hidden states of rows that follow them.
+    def forward(self, token_ids: Array, hidden: Array, rows: Rows, cache: ModelCache) -> MtpOutputs:
+        """Row i is the token token_ids[i], int32 [T], after hidden[i]: a hidden state of the trunk or one of
+        the `MtpOutputs.states`.
 
-        Row i is the token token_ids[i], int32 [T], after hidden[i], [T, E]: the trunk's hidden state after
-        its last norm, or an output of the block. Advances `cache`, made for the spec of `layer`, at `rows`.
-        InvalidRequestError without rows.
+        A hidden state of the trunk is what its last norm gives [E], or all residual streams before its last
+        mixture [C·E]. Advances `cache`, made for the spec of `layer`, at `rows`. InvalidRequestError without
+        rows.
         """
         if token_ids.shape[0] == 0:
             raise InvalidRequestError("there are no tokens to compute: a forward pass needs at least one")
         angles = self.layer.angles(rows)
-        return self.layer.through_blocks(self._joined(token_ids, hidden), angles, rows, cache)
+        if self.no_injection is None:
+            outputs = self.layer.through_blocks(self._joined(token_ids, hidden), angles, rows, cache)
+            return MtpOutputs(outputs, outputs)
+        states: list[Array] = []
+        entering = self._joined(token_ids, hidden)
+        outputs = self.layer.through_blocks(
+            entering, angles, rows, cache, lambda layer, streams: states.append(streams)
+        )
+        return MtpOutputs(outputs, states[0])
 
     def store(self, token_ids: Array, hidden: Array, rows: Rows, cache: ModelCache) -> Array:
         """Writes the keys and values of `forward`, with its bits, for rows whose outputs nobody needs.
@@ -90,7 +112,8 @@ class MtpModel:
         assert isinstance(block.mixer, AttentionWeights)
         assert isinstance(state, AttentionState)
         angles = self.layer.angles(rows)[block.mixer.rope]
-        normed = ops.rms_norm(self._joined(token_ids, hidden), block.attn_norm, self.layer.spec.rms_norm_eps)
+        eps = self.layer.spec.rms_norm_eps
+        _, normed = enter(ops, self._joined(token_ids, hidden), block.attn_norm, eps)
         key, value = ops.linear(normed, (block.mixer.attn_k, block.mixer.attn_v))
         # Keys stand for queries, as many as there are, and each attends to itself alone.
         heads = replace(
@@ -98,13 +121,21 @@ class MtpModel:
         )
         return ops.attention(AttentionInputs(key, key, value, angles), heads, Caches(state.k, state.v), rows)
 
-    def _joined(self, token_ids: Array, hidden: Array) -> Array:
-        """What enters the layer, [T, E]: of each token and the hidden state before it."""
-        layer, ops = self.layer, self.layer.ops
+    def _joined(self, token_ids: Array, hidden: Array) -> Entering:
+        """What enters the layer: of each token and the hidden state before it."""
+        layer, ops, eps = self.layer, self.layer.ops, self.layer.spec.rms_norm_eps
         embedded = ops.embed(layer.token_embd, token_ids)
-        pair = ops.rms_norm_pair(embedded, self.enorm, hidden, self.hnorm, layer.spec.rms_norm_eps)
-        (x,) = ops.linear(pair, (self.eh_proj,))
-        return x
+        if not isinstance(self.eh_proj, tuple):
+            pair = ops.rms_norm_pair(embedded, self.enorm, hidden, self.hnorm, eps)
+            (x,) = ops.linear(pair, (self.eh_proj,))
+            return x
+        assert self.no_injection is not None
+        of_embedding, of_streams = self.eh_proj
+        num_rows, num_streams = token_ids.shape[0], self.no_injection.shape[1]
+        assert num_rows <= MAX_STEP_ROWS, "there are zeros for so many rows"
+        streams = ops.project_streams(hidden, self.hnorm, eps, of_streams, num_streams)
+        (update,) = ops.linear(ops.rms_norm(embedded, self.enorm, eps), (of_embedding,))
+        return EnteringStreams(streams, update, self.no_injection[:num_rows])
 
     def logits(self, outputs: Array) -> Array:
         """Logits of outputs of `forward`: [T, E] → [T, vocab]."""

@@ -108,7 +108,13 @@ class ModelSpec:
     @property
     def drafts_by_mtp(self) -> bool:
         """Whether the file's block for multi-token prediction can draft."""
-        return self.num_nextn_layers == 1 and self.hyper_connections is None
+        return self.num_nextn_layers == 1
+
+    @property
+    def nextn_state_size(self) -> int:
+        """Width of what a block for multi-token prediction reads of a row: of all residual streams."""
+        streams = self.hyper_connections
+        return self.hidden_size * (1 if streams is None else streams.num_streams)
 
     @property
     def num_layers(self) -> int:
