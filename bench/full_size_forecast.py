@@ -39,6 +39,7 @@ FULL_SIZES = ModelSizes(
     head=_products(Q6_K=508559360)[0],
     table_bytes=286064640,
     placed_layers=tuple(range(40)),
+    hidden_size=2048,
 )
 # The same with its types, which a plan knows.
 TYPED_SIZES = replace(

@@ -14,6 +14,7 @@ forecast names the change since then.
 import argparse
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -28,7 +29,7 @@ from bench.engine.plan_forecast import Work, compared, expected
 from bench.full_size_forecast import hardware_of, mean_context, steps_of
 from bench.full_size_mixes import MIXES, PLAIN, Mix
 from bench.full_size_model import FULL_SHAPE, FullSizeWriter
-from bench.results import write_result
+from bench.results import ROOT, write_result
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.experts.step_rates import StepRates
 from coldstream.models.read_spec import read_spec
@@ -59,24 +60,40 @@ class Change:
     date: str
     rows: range
 
+    def is_in(self, result: Row) -> bool:
+        """Whether the program of a result had it, by its commit, or by the day where git does not know it."""
+        known = contains(result["commit"].removesuffix("-changed"), self.commit)
+        return self.date <= result["date"] if known is None else known
+
 
 # A step that has changed so is no longer what is forecast.
 CHANGES = (
     Change("b1eaf293", "2026-11-26", range(65, 513)),  # the device shares the experts out
     Change("c4d1ba0c", "2026-11-30", range(1, 2)),  # guessed experts are copied ahead
     Change("def0c648", "2026-11-30", range(513, 2049)),  # replayed in pieces, not launched one by one
-    Change("88a9f11d", "2026-11-30", range(129, 513)),  # the host divides, by a guess at the next layer
+    Change("88a9f11d", "2026-11-30", range(513, 2049)),  # copies ahead are of the next layer's guess
+    Change("85e22d07", "2026-11-30", range(129, 513)),  # the host divides, and copies by that guess
 )
 
 
-def older_than(figure: str, date: str) -> str | None:
-    """The commit that has changed a figure with missing experts since a date; None: none has.
+def contains(commit: str, earlier: str) -> bool | None:
+    """Whether a commit has another one behind it; None: git does not know both."""
+    command = ["git", "-C", str(ROOT), "merge-base", "--is-ancestor", earlier, commit]
+    try:
+        status = subprocess.run(command, capture_output=True).returncode
+    except OSError:
+        return None
+    return {0: True, 1: False}.get(status)
+
+
+def older_than(figure: str, result: Row) -> str | None:
+    """The last commit that has changed a figure with missing experts since a result; None: none has.
 
     figure: "decode…", or the tokens of a prompt.
     """
     rows = 1 if figure.startswith(DECODE) else int(figure)
-    since = (each.commit for each in CHANGES if rows in each.rows and date < each.date)
-    return next(since, None)
+    since = [each.commit for each in CHANGES if rows in each.rows and not each.is_in(result)]
+    return since[-1] if since else None
 
 
 @dataclass(frozen=True)
@@ -214,7 +231,8 @@ def of_prompts(result: Row, headers: Headers) -> Iterator[Row]:
         for row in result["rows"]:
             if row["experts_gib"] == gib:
                 name, tokens = str(row["tokens"]), row["tokens"]
-                seconds = prefill_seconds(sizes, rates, resident, None, tokens, result["chunk_size"])
+                steps = {"chunk_size": result["chunk_size"], "ring_bytes": result["ring_bytes"]}
+                seconds = prefill_seconds(sizes, rates, resident, None, tokens, **steps)
                 found[name], run[name] = tokens / seconds, row["tok_s"]
         yield {
             "what": f"{PLAIN.name} {'all' if gib is None else f'{gib:g} GiB'}",
@@ -275,7 +293,7 @@ def again(result: Row, headers: Headers) -> list[Row]:
     for row in rows:
         is_resident = row["measured_share"] == 1.0 or "gpu" not in result["machine"]
         for name, both in row["figures"].items():
-            both["older_than"] = None if is_resident else older_than(name, result["date"])
+            both["older_than"] = None if is_resident else older_than(name, result)
     return rows
 
 
@@ -292,6 +310,12 @@ def _of_any(result: Row, headers: Headers) -> list[Row]:
     raise ValueError(
         "no result of plan_forecast, gpu_hybrid, gpu_streaming or desktop with the rates of its machine"
     )
+
+
+def name_of(path: Path) -> str:
+    """Of a result in the tables: its path there, if it is one that this repository keeps."""
+    kept = ROOT / "docs" / "results" / "gpu"
+    return str(path.resolve().relative_to(kept)) if path.resolve().is_relative_to(kept) else path.name
 
 
 def lines(name: str, measured: Row, rows: list[Row]) -> Iterator[str]:
@@ -327,8 +351,9 @@ def main() -> int:
             result = json.loads(path.read_text())
             measured = {name: result[name] for name in ("commit", "date", "command", "machine")}
             rows = again(result, headers)
-            found.append({"result": path.name, "measured": measured, **conditions_of(result), "rows": rows})
-            print(*lines(path.name, measured, rows), sep="\n", file=sys.stderr, flush=True)
+            name = name_of(path)
+            found.append({"result": name, "measured": measured, **conditions_of(result), "rows": rows})
+            print(*lines(name, measured, rows), sep="\n", file=sys.stderr, flush=True)
     write_result({"forecasts": found}, options.out, options.commit)
     figures = [both for each in found for row in each["rows"] for both in row["figures"].values()]
     return int(not all(both["is_near"] or both["older_than"] for both in figures))

@@ -93,13 +93,13 @@ CASES = {
     ),
     "a prompt, nothing resident, no link": (
         prefill(NOTHING, 2048),
-        replace(H200, link_bytes_per_s=1e3, cpu_bytes_per_s=1e18),
-        {"read_beside_link", VRAM, "product_ops_per_s"},
+        replace(H200, link_bytes_per_s=1e9, cpu_bytes_per_s=1e18),
+        {"read_beside_link", "link_bytes_per_s", VRAM, "product_ops_per_s"},
     ),
     "a prompt, nothing resident, slow cores": (
         prefill(NOTHING, 2048),
-        replace(H200, link_bytes_per_s=1e3, cpu_bytes_per_s=1e10),
-        {"cpu_bytes_per_s", VRAM, "product_ops_per_s"},
+        replace(H200, link_bytes_per_s=1e9, cpu_bytes_per_s=1e10),
+        {"cpu_bytes_per_s", "link_bytes_per_s", VRAM, "product_ops_per_s"},
     ),
     "a short prompt, nothing resident, slow cores": (
         prefill(NOTHING, MAX_SHARED_ROWS),
@@ -109,15 +109,16 @@ CASES = {
     "a short prompt, nothing resident, by both": (
         prefill(NOTHING, 512),
         H200,
-        {"read_beside_link", "cpu_bytes_per_s", VRAM, "product_ops_per_s"},
+        {"read_beside_link", "cpu_bytes_per_s", "link_bytes_per_s", "handshake_s", VRAM, "product_ops_per_s"},
     ),
     "a shorter prompt, nothing resident, by both": (
         prefill(NOTHING, MAX_SHARED_ROWS),
         H200,
         {"link_bytes_per_s", VRAM, "product_ops_per_s"},
     ),
-    "a long prompt, nothing resident": (
-        prefill(NOTHING, 8192),
+    "a long prompt, nothing resident": (prefill(NOTHING, 8192), H200, {"link_bytes_per_s"}),
+    "a long prompt, nothing resident, a small ring": (
+        lambda rates: prefill_seconds(FULL_SIZES, rates, NOTHING, None, 8192, 8192, ring_bytes=2**28),
         H200,
         {"link_bytes_per_s", VRAM, "product_ops_per_s"},
     ),

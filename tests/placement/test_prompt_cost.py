@@ -161,3 +161,29 @@ def test_only_the_last_row_meets_the_head() -> None:
     assert head is not None
     assert times[1] > 1.1 * times[0]
     assert seconds(2048, none) == pytest.approx(seconds(2048, none, model=without))
+
+
+@pytest.mark.parametrize("ring", [2**26, 2**28])
+def test_what_a_ring_does_not_hold_comes_behind_the_gpus_work(ring: int) -> None:
+    """Of a layer, whose copies cannot go on while the GPU is busy and the ring is full."""
+    count, copied = 8192, sum(FULL_SIZES.expert_bytes) * FULL_SIZES.num_experts / H200.link_bytes_per_s
+    compute, first = seconds(count, H200), copied / FULL_SIZES.num_layers
+    held = FULL_SIZES.num_layers * ring / H200.link_bytes_per_s
+    found = prefill_seconds(FULL_SIZES, H200, NOTHING, None, count, count, ring_bytes=ring)
+    assert found == pytest.approx(compute + copied - held + first, rel=1e-4)
+    whole = prefill_seconds(FULL_SIZES, H200, NOTHING, None, count, count)
+    assert whole == pytest.approx(max(compute, copied) + first, rel=1e-4)
+    assert whole < found
+
+
+@pytest.mark.parametrize("count", [MAX_SHARED_ROWS + 1, MAX_CPU_ROWS])
+def test_rows_go_to_the_cpu_and_come_back_over_the_bus(count: int) -> None:
+    """Here of nearly all experts: the bus is slow, and the CPU takes no time for them."""
+    slow = {"link_bytes_per_s": 1e9, "link_beside_read": 1e9}
+    machine = replace(H200, cpu_bytes_per_s=1e30, read_beside_link=1e30, **slow)
+    moved, unmoved = (
+        seconds(count, machine, NOTHING, replace(FULL_SIZES, hidden_size=size))
+        for size in (FULL_SIZES.hidden_size, 0)
+    )
+    rows = FULL_SIZES.num_layers * count * (1 + FULL_SIZES.num_experts_per_tok)
+    assert 0.9 < (moved - unmoved) / (rows * FULL_SIZES.row_bytes / 1e9) <= 1.0

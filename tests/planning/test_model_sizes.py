@@ -54,6 +54,7 @@ def test_sizes_of_a_mixture_of_experts(tmp_path: Path, fused: bool, nextn: bool)
     }
     assert sizes.attention_width == 1 * 4 * 64
     assert sizes.fingerprint == file.fingerprint
+    assert sizes.row_bytes == 4 * spec.hidden_size
     assert sizes.state_bytes == 4 * 3 * (4 * 64 * 64 + 3 * 512)
 
 

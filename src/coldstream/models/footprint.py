@@ -133,6 +133,7 @@ def model_sizes(
         head=next(iter(_products([tensors[head_name]])), None) if head_name in tensors else None,
         table_bytes=0 if spec.tied_output else tensors[_EMBEDDING].num_bytes,
         placed_layers=spec.placed_layers,
+        hidden_size=spec.hidden_size,
     )
 
 

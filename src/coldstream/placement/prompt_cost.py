@@ -10,6 +10,7 @@ The constants are from docs/results/gpu on H200s; docs/notes/startup.md says how
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -39,10 +40,6 @@ ATTENTION_SHARE: Final = 0.18  # of the rate of large matrices: attention
 # Neighbouring tokens choose similar experts: n tokens as many different ones as n to this power would that
 # choose by themselves.
 NOVELTY: Final = 0.65
-# Per layer that the host divides: rows go to the CPU, and come back, while it has nothing to do.
-HOST_LAYER_S: Final = 4e-4
-# Of the GPU's time, in steps without the CPU's part: the ring is full meanwhile, and the bus waits.
-RING_IS_FULL: Final = 0.25
 # What the copies of a group take the thread that launches what no graph has, in launches. Where the CPU
 # computes experts, a group has many short copies.
 COPY_LAUNCHES: Final = 1.4
@@ -161,8 +158,17 @@ def _spread(resident: Array) -> Array:
 class _Ring:
     """What a ring for copies does to steps."""
 
+    num_bytes: int
     most_shared: int  # rows of a step that the device divides
     group: int  # experts of a copy that the host begins
+
+    def bus_seconds(self, copied: Array, compute: float, num_layers: int, link_bytes_per_s: float) -> Array:
+        """Seconds until experts are there that take the bus so many, beside a GPU that computes for others.
+
+        While it does, copies of the next layer fill the ring. What the ring does not hold comes behind that.
+        """
+        held = num_layers * self.num_bytes / link_bytes_per_s
+        return np.maximum(copied, compute + np.maximum(0.0, copied - held))
 
 
 def _ring_of(model: ModelSizes, ring_bytes: int | None) -> _Ring:
@@ -171,7 +177,8 @@ def _ring_of(model: ModelSizes, ring_bytes: int | None) -> _Ring:
         ring_bytes = model.num_experts * largest
     has_places = ring_bytes >= SHARE_WITH_PLACES * model.num_experts * largest
     buffer = ring_bytes // max(MIN_BUFFERS, ring_bytes // BUFFER_BYTES)
-    return _Ring(MAX_SHARED_ROWS if has_places else MAX_MAILBOX_ROWS, max(1, buffer // largest))
+    most_shared = MAX_SHARED_ROWS if has_places else MAX_MAILBOX_ROWS
+    return _Ring(ring_bytes, most_shared, max(1, buffer // largest))
 
 
 def _step_seconds(
@@ -196,24 +203,50 @@ def _step_seconds(
     copied = float(num_bytes.sum()) / rates.link_bytes_per_s
     groups = num_experts / ring.group
     launches = float(_launching_seconds(model, rates, count, np.asarray(groups), COPY_LAUNCHES))
-    without_cpu = max(copied + RING_IS_FULL * compute, compute, launches) + copied / model.num_layers
+    on_bus = partial(ring.bus_seconds, compute=compute, num_layers=model.num_layers)
+    alone = float(on_bus(np.asarray(copied), link_bytes_per_s=rates.link_bytes_per_s))
+    without_cpu = max(alone, launches) + copied / model.num_layers
     if count > MAX_CPU_ROWS:
         return without_cpu
-    by_cpu = (touched * _cpu_seconds(model, rates, step.rows * spread / np.maximum(touched, 1e-9)))[missing]
-    order = np.argsort(by_cpu / num_bytes, kind="stable")
-    seconds = np.concatenate([[0.0], np.cumsum(by_cpu[order])])
-    read = np.concatenate([[0.0], np.cumsum(num_bytes[order])])
-    left = read[-1] - read
+    parts = _cpu_parts(model, rates, step, spread, missing)
+    left = parts.read[-1] - parts.read
     # The bus loses some of its rate to every byte that the CPU reads.
-    lost = read * (rates.link_bytes_per_s - rates.link_beside_read) / rates.read_beside_link
+    lost = parts.read * (rates.link_bytes_per_s - rates.link_beside_read) / rates.read_beside_link
     if count > ring.most_shared:  # divided by the host; copies begin ahead of the router
-        waits, share = compute + model.num_layers * HOST_LAYER_S, left / read[-1]
+        share = left / parts.read[-1]
         launching = _launching_seconds(model, rates, count, share * groups, COPIES_LAUNCHES)
-        on_bus = share * copied + lost / rates.link_bytes_per_s
-        with_cpu = np.maximum(np.maximum(seconds + waits, on_bus), launching).min()
-        return min(float(with_cpu), without_cpu)  # a run tries both ways
-    on_bus = left / staged_per_s(rates)
-    return compute + float(np.maximum(seconds, on_bus).min())
+        # Rows go to the CPU, and those that it adds come back beside copies, while it has nothing to do.
+        sent = model.num_layers * (rates.answer_s + count * model.row_bytes / rates.link_bytes_per_s)
+        back = parts.rows * model.row_bytes / rates.link_bytes_per_s
+        copies = share * copied + lost / rates.link_bytes_per_s + back
+        both = np.maximum(
+            parts.seconds + compute + sent + back, on_bus(copies, link_bytes_per_s=rates.link_bytes_per_s)
+        )
+        return min(float(np.maximum(both, launching).min()), without_cpu)  # a run tries both ways
+    return compute + float(np.maximum(parts.seconds, left / staged_per_s(rates)).min())
+
+
+@dataclass(frozen=True)
+class _CpuParts:
+    """By how many of the missing experts the CPU computes, from none to all, those first that take it least.
+
+    Of equal ones those of the fewest rows. Float64 [experts + 1]: its seconds, the bytes that it reads, and
+    the rows of all these experts.
+    """
+
+    seconds: Array
+    read: Array
+    rows: Array
+
+
+def _cpu_parts(model: ModelSizes, rates: Rates, step: PromptStep, spread: Array, missing: Array) -> _CpuParts:
+    rows = step.rows * spread
+    of_touched = rows / np.maximum(step.touched, 1e-9)
+    seconds = (step.touched * _cpu_seconds(model, rates, of_touched))[missing]
+    read = (step.touched * _sizes(model))[missing]
+    order = np.lexsort((rows[missing], seconds / read))
+    parts = (np.concatenate([[0.0], np.cumsum(each[order])]) for each in (seconds, read, rows[missing]))
+    return _CpuParts(*parts)
 
 
 def _launching_seconds(model: ModelSizes, rates: Rates, count: int, groups: Array, of_copies: float) -> Array:

@@ -58,6 +58,7 @@ class ModelSizes:
     head: Products | None = None  # of those outside experts, what only the last row of a prompt meets
     table_bytes: int = 0  # of `dense_bytes`, an embedding that is not the head too
     placed_layers: tuple[int, ...] = ()  # the model's numbers of the layers; empty: 0, 1, …
+    hidden_size: int = 0  # values of a row between layers; 0: not known, and then only weights are moved
 
     @property
     def num_layers(self) -> int:
@@ -82,6 +83,11 @@ class ModelSizes:
 
         hidden = sum(pairs(each.window) * each.width for each in self.windows)
         return pairs(0) * self.attention_width - hidden
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row between layers, as float32."""
+        return 4 * self.hidden_size
 
     @property
     def all_expert_bytes(self) -> int:

@@ -1,6 +1,7 @@
 """Forecasts of runs that were measured before: as those of the run's own machine, and of its result alone."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.engine import forecast_again, plan_forecast
-from bench.engine.forecast_again import Headers, again, conditions_of, older_than, rates_of
+from bench.engine.forecast_again import Headers, again, conditions_of, contains, name_of, older_than, rates_of
 from bench.report.tables import load
 from coldstream.placement.rates import Rates
 from small_shape import SMALL
@@ -84,24 +85,50 @@ def test_a_hit_rate_that_was_measured_has_a_figure_of_its_own(headers: Headers) 
 def test_a_figure_is_of_an_older_program_where_what_it_measures_has_changed_since(
     headers: Headers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert (
-        older_than("decode", "2026-11-29") == older_than("decode with its hits", "2026-11-29") == "c4d1ba0c"
-    )
-    assert older_than("168", "2026-11-25") == "b1eaf293"
-    assert older_than("2048", "2026-11-29") == "def0c648"
-    now = [older_than(name, "2026-11-30") for name in ("decode", "168", "2048", "8192")]
-    assert now == [None] * 4
-    assert older_than("512", "2026-11-26") == "88a9f11d"
-    assert older_than("100", "2026-11-26") is older_than("8192", "2026-11-01") is None
+    unknown = {"commit": "c0ffee", "machine": {"gpu": "a GPU"}}  # so that the day decides
+    before, day, after = ({**unknown, "date": f"2026-11-{day}"} for day in (25, 29, 30))
+    assert older_than("decode", day) == older_than("decode with its hits", day) == "c4d1ba0c"
+    assert older_than("168", day) == older_than("512", before) == "85e22d07"
+    assert older_than("2048", day) == "88a9f11d"
+    assert [older_than(name, after) for name in ("decode", "168", "2048", "8192")] == [None] * 4
+    assert older_than("100", before) == "b1eaf293"
+    assert older_than("100", day) is older_than("8192", before) is None
     names = ("decode", "512", "2048", "8192")
     rows = [{"measured_share": share, "figures": {name: {} for name in names}} for share in (1.0, 0.5)]
     monkeypatch.setattr(forecast_again, "_of_any", lambda result, headers: rows)
-    result = {"date": "2026-11-25", "machine": {"gpu": "a GPU"}}
-    resident, missing = again(result, headers)
+    resident, missing = again(before, headers)
     assert {both["older_than"] for both in resident["figures"].values()} == {None}
     assert {name for name, both in missing["figures"].items() if both["older_than"]} == {*names} - {"8192"}
-    again(result | {"machine": {}}, headers)
+    again(before | {"machine": {}}, headers)
     assert {both["older_than"] for both in missing["figures"].values()} == {None}, "the changes are a GPU's"
+
+
+def test_what_a_commit_contains_counts_before_its_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = {"commit": "c0ffee-changed", "date": "2026-11-30"}
+    asked: list[str] = []
+
+    def contained(commit: str, earlier: str) -> bool:
+        asked.append(commit)
+        return earlier == "def0c648"
+
+    monkeypatch.setattr(forecast_again, "contains", contained)
+    assert older_than("2048", result) == "88a9f11d"
+    assert older_than("decode", result) == "c4d1ba0c"
+    assert older_than("8192", result) is None
+    assert set(asked) == {"c0ffee"}
+
+
+def test_git_says_what_a_commit_contains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    for number in range(2):
+        subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", str(number)], check=True)
+    names = subprocess.run([*git, "log", "--format=%H"], check=True, capture_output=True, text=True)
+    last, first = names.stdout.split()
+    monkeypatch.setattr(forecast_again, "ROOT", tmp_path)
+    assert contains(last, first) is True
+    assert contains(first, last) is False
+    assert contains("c0ffee", first) is None
 
 
 def test_measured_steps_of_a_line_count_before_shares_that_were_made_of_them() -> None:
@@ -135,13 +162,13 @@ def test_lines_of_a_desktop_are_forecast_by_their_own_rates(headers: Headers) ->
         "forecast": {},
     }
     work = {"prompts": [512], "warm_tokens": 64, "timed_tokens": 32, "texts": 1}
-    result = {"machine": mixes["machine"], "work": work, "date": "2026-11-29"}
+    result = {"machine": mixes["machine"], "work": work, "date": "2026-11-29", "commit": "c0ffee"}
     slower = row["rates"] | {"vram_bytes_per_s": row["rates"]["vram_bytes_per_s"] / 100}
     lines = [line | {"rates": rates} for rates in (row["rates"], slower)]
     fast, slow = again(result | {"rows": [*lines, {"side": "llama.cpp"}]}, headers)
     assert fast["figures"]["decode"]["measured_tok_s"] == 100.0
     assert list(fast["figures"]) == list(figures)
-    assert [both["older_than"] for both in fast["figures"].values()] == ["c4d1ba0c", "88a9f11d"]
+    assert [both["older_than"] for both in fast["figures"].values()] == ["c4d1ba0c", "85e22d07"]
     assert slow["figures"]["decode"]["forecast_tok_s"] < fast["figures"]["decode"]["forecast_tok_s"] / 2
 
 
@@ -157,6 +184,12 @@ def test_the_bus_of_a_result_and_whether_its_shares_were_measured() -> None:
         "has_steps": True,
     }
     assert not conditions_of({"rows": [{"rates": each} for each in rates]})["has_steps"]
+
+
+def test_a_kept_result_has_its_folder_in_its_name(tmp_path: Path) -> None:
+    kept = Path(forecast_again.__file__).parents[2] / "docs" / "results" / "gpu"
+    assert name_of(kept / "pairs" / "h100" / "hybrid_new.json") == "pairs/h100/hybrid_new.json"
+    assert name_of(kept / "hybrid.json") == name_of(tmp_path / "hybrid.json") == "hybrid.json"
 
 
 def test_other_results_are_refused(headers: Headers) -> None:
