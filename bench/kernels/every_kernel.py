@@ -51,7 +51,16 @@ DEVICES = {
         ("sm_120", 170, 99, 100, 1),
     )
 }
-HEADS = ((256, "i16"), (256, "i8"), (128, "i16"), (128, "i4"), (96, "i3"), (64, "i8"))
+HEADS = (
+    (512, "i16"),
+    (512, "i4"),
+    (256, "i16"),
+    (256, "i8"),
+    (128, "i16"),
+    (128, "i4"),
+    (96, "i3"),
+    (64, "i8"),
+)
 MIXED_TYPES = (
     frozenset({QuantType.Q4_K, QuantType.Q6_K}),
     frozenset({QuantType.Q8_0, QuantType.Q5_K}),

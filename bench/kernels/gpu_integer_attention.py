@@ -5,7 +5,8 @@
 One layer at a time, in a captured graph over enough layers that no cache of theirs stays in L2; medians of
 replays. Rows of one sequence lie behind `depth` positions: few of them, whose chunks are computed beside each
 other, and many, which walk over all their positions. Beside each time stand the bytes of keys and values over
-what a copy reaches, and the operations on planes over what int8 tensor cores can do.
+what a copy reaches, and the operations on planes over what int8 tensor cores can do. `--head-dim 512` times
+heads of gemma4 instead.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from coldstream.kernels.attention.arguments import (
 )
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
 from coldstream.kernels.attention.chunks import CHUNK_SIZE
-from coldstream.kernels.attention.cuda import SPLIT_ROWS, IntegerKernels, kind_of
+from coldstream.kernels.attention.cuda import SPLIT_ROWS, IntegerKernels, kind_of, takes_warpgroups
 from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.ops import (
     BLOCK_POSITIONS,
@@ -40,7 +41,7 @@ from coldstream.kernels.ops import (
 )
 from coldstream.kernels.rope.reference import rope_angles
 
-HEADS, KV_HEADS, HEAD_DIM = 16, 2, 256
+HEADS, KV_HEADS = 16, 2
 ROPE = RopeSpec(64, 1e7)
 CACHE_NAMES = "i16", "i8", "i4", "i3"
 DEPTHS = (512, 32768, 131072)
@@ -54,8 +55,8 @@ MOST_LAYERS = 24
 class Layer:
     """Random inputs of `num_rows` rows of one sequence behind `depth` positions, and their caches."""
 
-    def __init__(self, cache_name: str, num_rows: int, depth: int) -> None:
-        shape = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, CACHE_TYPES[cache_name])
+    def __init__(self, shape: AttentionShape, num_rows: int, depth: int) -> None:
+        head_dim, cache_type = shape.head_dim, CACHE_TYPES[shape.cache_type.name]
         self.kernels = IntegerKernels(shape, device_limits())
         num_blocks = -(-(depth + num_rows) // BLOCK_POSITIONS)
         positions = torch.arange(depth, depth + num_rows, dtype=torch.int32)
@@ -66,18 +67,19 @@ class Layer:
         batch = BatchRows(first, tables, on_device, none, none, has_trees=False, is_deep=is_deep)
         self.rows = Rows(on_device, first, batch)
         self.inputs = AttentionInputs(
-            *(torch.randn(num_rows, size, device="cuda") for size in (HEADS * 2 * HEAD_DIM, 512, 512)),
+            torch.randn(num_rows, HEADS * 2 * head_dim, device="cuda"),
+            *(torch.randn(num_rows, KV_HEADS * head_dim, device="cuda") for _ in "kv"),
             rope_angles(positions, ROPE).cuda(),
         )
-        self.heads = AttentionHeads(*(torch.ones(HEAD_DIM, device="cuda") for _ in range(2)), 1e-6)
-        block = shape.cache_type.encode(torch.randn(1, BLOCK_POSITIONS, KV_HEADS, HEAD_DIM)).cuda()
+        self.heads = AttentionHeads(*(torch.ones(head_dim, device="cuda") for _ in range(2)), 1e-6)
+        block = cache_type.encode(torch.randn(1, BLOCK_POSITIONS, KV_HEADS, head_dim)).cuda()
         blocks = block.repeat(num_blocks, 1, 1, 1)
         self.caches = Caches(blocks, blocks.clone())
         self.queries = IntegerQueries(
-            torch.zeros(num_rows, HEADS, 2, HEAD_DIM, dtype=torch.int8, device="cuda"),
+            torch.zeros(num_rows, HEADS, 2, head_dim, dtype=torch.int8, device="cuda"),
             torch.zeros(num_rows, HEADS, device="cuda"),
         )
-        self.out = torch.zeros(num_rows, HEADS * HEAD_DIM, device="cuda")
+        self.out = torch.zeros(num_rows, HEADS * head_dim, device="cuda")
 
     def workspace(self, num_positions: int) -> DecodeWorkspace:
         num_rows = len(self.out)
@@ -95,12 +97,12 @@ class Layer:
         self.kernels.merge(self.inputs.query_gate, self.heads, self.rows, workspace, out=self.out)
 
 
-def measured(cache_name: str, num_rows: int, depth: int, bandwidth: float) -> dict[str, Any]:
-    cache_type = CACHE_TYPES[cache_name]
-    num_bytes = 2 * (depth + num_rows) * KV_HEADS * cache_type.row_bytes(HEAD_DIM)
+def measured(shape: AttentionShape, num_rows: int, depth: int, bandwidth: float) -> dict[str, Any]:
+    cache_type, head_dim = shape.cache_type, shape.head_dim
+    num_bytes = 2 * (depth + num_rows) * KV_HEADS * cache_type.row_bytes(head_dim)
     is_split = num_rows <= SPLIT_ROWS
     count = max(2, min(MOST_LAYERS, int(CACHED_BYTES / num_bytes))) if is_split else 1
-    layers = [Layer(cache_name, num_rows, depth) for _ in range(count)]
+    layers = [Layer(shape, num_rows, depth) for _ in range(count)]
     workspace = layers[0].workspace(depth + num_rows)
     calls = layers * max(1, (MOST_LAYERS if is_split else 2) // count)
 
@@ -112,13 +114,14 @@ def measured(cache_name: str, num_rows: int, depth: int, bandwidth: float) -> di
     attend = graph_seconds([lambda layer=layer: layer.attend(workspace) for layer in calls])  # type: ignore[misc]
     together = graph_seconds([lambda layer=layer: both(layer) for layer in calls])  # type: ignore[misc]
     planes = QUERY_PLANES * (2 if cache_type.value_bits == 16 else 1)
-    operations = planes * 4 * HEAD_DIM * HEADS * num_rows * (depth + (num_rows + 1) / 2)
-    shape, is_deep = layers[0].kernels.shape, depth + num_rows > SHORT_CONTEXT
+    operations = planes * 4 * head_dim * HEADS * num_rows * (depth + (num_rows + 1) / 2)
+    is_deep = depth + num_rows > SHORT_CONTEXT
+    by_warpgroups = device_limits().has_warpgroups and takes_warpgroups(shape)
     return {
-        "cache_type": cache_name,
+        "cache_type": cache_type.name,
         "rows": num_rows,
         "depth": depth,
-        "kernel": kind_of(shape, num_rows, False, is_deep, device_limits().has_warpgroups),
+        "kernel": kind_of(shape, num_rows, False, is_deep, by_warpgroups),
         "prepare_us": round(prepare * 1e6, 2),
         "attend_us": round(attend * 1e6, 2),
         "merge_us": round((together - attend) * 1e6, 2),
@@ -132,6 +135,7 @@ def main() -> int:
     parser.add_argument("--types", type=lambda text: text.split(","), default=list(CACHE_NAMES))
     parser.add_argument("--rows", type=numbers, default=list(NUM_ROWS))
     parser.add_argument("--depths", type=numbers, default=list(DEPTHS))
+    parser.add_argument("--head-dim", type=int, default=256)
     default = ROOT / "docs" / "results" / "gpu" / "attention_shares.json"
     parser.add_argument("--out", type=Path, default=default)
     parser.add_argument("--commit", help="of these sources, where they are without their repository")
@@ -140,13 +144,14 @@ def main() -> int:
     bandwidth = measure_bandwidth("cuda", 0)
     cases = []
     for name, num_rows, depth in product(options.types, options.rows, options.depths):
-        cases.append(measured(name, num_rows, depth, bandwidth))
+        shape = AttentionShape(HEADS, KV_HEADS, options.head_dim, CACHE_TYPES[name])
+        cases.append(measured(shape, num_rows, depth, bandwidth))
         torch.cuda.empty_cache()
         print("  ".join(f"{key} {value}" for key, value in cases[-1].items()), flush=True)
     result = {
         "command": "python -m bench.kernels.gpu_integer_attention",
         "machine": describe("cuda"),
-        "heads": [HEADS, KV_HEADS, HEAD_DIM],
+        "heads": [HEADS, KV_HEADS, options.head_dim],
         "copy_bytes_s": bandwidth,
         "int8_ops_s": INT8_OPS_S,
         "cases": cases,

@@ -1,5 +1,6 @@
 """Attention over integers as the GPU's kernels compute it, on the host: chunks have the definition's bits."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
@@ -122,6 +123,40 @@ def test_the_heads_of_the_full_size_model(host: HostDevice) -> None:
     check([Part(200, 70)], "i4", (16, 2, 256), None, seed=4)
 
 
+LARGEST = {
+    "decode": ([Part(130, 1), Part(62, 3, line(3))], (16, 2, 512), None),
+    "tree": ([Part(70, 2), Part(60, 5, (-1, 0, 0, 2, 2))], (16, 2, 512), None),
+    "rows": ([Part(250, 40), Part(63, 1)], (2, 1, 512), None),
+    "prompt": ([Part(230, 70)], (2, 1, 512), None),
+    "windows": ([Part(300, 3), Part(0, 9, (-1, 0, 0, 1, 2, 2, 5, 6, 6))], (2, 1, 512), 100),
+}
+ROOMS = {"64K": replace(LIMITS, shared_per_block=64 << 10), "99K": LIMITS, "227K": WITH_WARPGROUPS}
+
+
+@pytest.fixture(params=ROOMS.values(), ids=ROOMS)
+def room(request: pytest.FixtureRequest, compiled_for_the_host: HostDevice) -> Iterator[DeviceLimits]:
+    """A device on the host with so much shared memory for a block of threads."""
+    with HostDevice(compiled_for_the_host.directory, limits=request.param).installed():
+        yield request.param
+
+
+@pytest.mark.sharded
+@pytest.mark.parametrize("cache_name", INTEGER_CACHE_TYPES)
+@pytest.mark.parametrize("case", LARGEST.values(), ids=LARGEST)
+def test_heads_of_512_have_the_bits_of_the_definition(
+    cache_name: str, case: tuple[list[Part], tuple[int, int, int], int | None], room: DeviceLimits
+) -> None:
+    """Those of gemma4's layers without a window."""
+    parts, heads, window = case
+
+    @settings(max_examples=2)
+    @given(st.integers(0, 99), some_kinds())
+    def check_all(seed: int, kind: Kind) -> None:
+        check_whole(parts, cache_name, heads, window, seed, room, kind=kind)
+
+    check_all()
+
+
 def test_chunks_of_rows_whose_windows_begin_at_different_depths(host: HostDevice) -> None:
     """Each row counts its chunks from its window's first one."""
     check([Part(700, 1), Part(70, 1), Part(300, 2)], "i16", (4, 2, 64), 300, seed=6)
@@ -230,7 +265,9 @@ def test_a_window_without_a_position_is_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache_name", INTEGER_CACHE_TYPES)
-@pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (5, 1, 96), (16, 2, 256)])
+@pytest.mark.parametrize(
+    "heads", [(4, 2, 64), (3, 3, 32), (5, 1, 96), (16, 2, 256), (16, 2, 512), (2, 1, 512)]
+)
 def test_a_gpu_has_them_too(cache_name: str, heads: tuple[int, int, int]) -> None:
     @settings(max_examples=20)
     @given(some_parts(), st.sampled_from([None, 60]), st.integers(0, 99), some_kinds())
@@ -243,7 +280,7 @@ def test_a_gpu_has_them_too(cache_name: str, heads: tuple[int, int, int]) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache_name", INTEGER_CACHE_TYPES)
-@pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (16, 2, 256)])
+@pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (16, 2, 256), (16, 2, 512)])
 @pytest.mark.parametrize(("parts", "window"), PROMPTS)
 def test_a_gpu_has_those_of_prompts_too(
     cache_name: str, heads: tuple[int, int, int], parts: list[Part], window: int | None

@@ -41,13 +41,17 @@ def random_attention(random: Random, num_layers: int) -> MixedAttention:
     )
 
 
-@pytest.fixture(scope="module", params=SEEDS)
+@pytest.fixture(scope="module", params=[*SEEDS, "gemma4"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    random = Random(request.param)
-    mixed = random_attention(random, 3)
     path = tmp_path_factory.mktemp("models") / "mixed.gguf"
-    write_gguf(path, "qwen3moe", types=MIX, dims=Dims(layers=3), mixed=mixed)
-    kv_type = random.choice(("i16", "i8", "i4"))
+    if request.param == "gemma4":  # heads of 256 with a window, of 512 without
+        write_gguf(path, "gemma4", types=MIX, dims=Dims(layers=3, head_dim=256))
+        kv_type = "i16"
+    else:
+        random = Random(request.param)
+        mixed = random_attention(random, 3)
+        write_gguf(path, "qwen3moe", types=MIX, dims=Dims(layers=3), mixed=mixed)
+        kv_type = random.choice(("i16", "i8", "i4"))
     with open_cpu(path, threads=1, context_length=CONTEXT, cache_size=SIZE, kv_type=kv_type) as runner:
         yield Model(path, kv_type, runner)
 

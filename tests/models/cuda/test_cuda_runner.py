@@ -276,7 +276,8 @@ def test_there_are_about_as_many_sizes_as_graphs() -> None:
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        (AttentionSpec, {"head_dim": 12}, "attention heads of 12: multiples of 32"),
+        (AttentionSpec, {"head_dim": 12}, "attention heads of 12: multiples of 32 up to 256, and 512"),
+        (AttentionSpec, {"head_dim": 384}, "attention heads of 384: multiples of 32 up to 256, and 512"),
         (DeltaNetSpec, {"state_size": 96}, r"DeltaNet heads of 96: \(32, 64, 128\)"),
         (DeltaNetSpec, {"conv_kernel": 9}, "9 convolution taps: 2 to 8"),
         (MoeSpec, {"num_experts_per_tok": 17}, "17 experts a token: at most 16"),

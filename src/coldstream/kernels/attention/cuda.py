@@ -51,8 +51,10 @@ PREFILL_WARPS = (8, 4, 2, 1)  # of a block of threads: the first that fit
 DECODE_WARPS, DECODE_BLOCKS = 4, (2, 1)  # warps for each block of positions of a step
 GROUP_PAIRS, GROUP_WARPS = 64, 4  # that a warpgroup takes, and its warps; one more of a block copies
 GROUP_STAGES, NOTE_BYTES = 2, 28
-HEAD_MULTIPLE = 32
-LARGEST_HEAD = 256
+TILE_CODES = 512  # bytes of a row in shared memory, in integers.cu: others than 16-bit heads of 512 fit whole
+WARP_COLUMNS = 256  # for whose sums a warp of integers.cu has registers
+HEAD_MULTIPLE, MOST_MULTIPLES, LARGEST_HEAD = 32, 8, 512
+HEAD_SIZES = f"multiples of {HEAD_MULTIPLE} up to {MOST_MULTIPLES * HEAD_MULTIPLE}, and {LARGEST_HEAD}"
 
 
 @declared_in("attention/integers_tile.cuh", "BatchRows")
@@ -83,12 +85,18 @@ class IntegersArguments(ctypes.Structure): ...
 class PrepareIntegersArguments(ctypes.Structure): ...
 
 
+def takes_heads_of(head_dim: int) -> bool:
+    """Whether there are kernels for them: HEAD_SIZES."""
+    return head_dim in range(HEAD_MULTIPLE, (MOST_MULTIPLES + 1) * HEAD_MULTIPLE, HEAD_MULTIPLE) or (
+        head_dim == LARGEST_HEAD
+    )
+
+
 class IntegerKernels:
     """The kernels for one shape on one device, compiled when first used."""
 
     def __init__(self, shape: AttentionShape, device: DeviceLimits) -> None:
-        has_kernels = shape.head_dim % HEAD_MULTIPLE == 0 and shape.head_dim <= LARGEST_HEAD
-        if not has_kernels or shape.cache_type.name not in INTEGER_CACHE_TYPES:
+        if not takes_heads_of(shape.head_dim) or shape.cache_type.name not in INTEGER_CACHE_TYPES:
             raise ValueError(f"no kernels for heads of {shape.head_dim} values in {shape.cache_type.name}")
         self.shape = shape
         self.device = device
@@ -267,39 +275,49 @@ class KernelForm:
     shared_bytes: int
 
 
-def _tile_row_bytes(shape: AttentionShape) -> int:
-    """Of a head's keys or values at one position in shared memory, where their planes are."""
-    return shape.cache_type.num_planes * shape.head_dim + TILE_SCALE_BYTES
+def _tile_bytes(shape: AttentionShape, parts: int = 1) -> int:
+    """Of a part of the channels of a block's keys or values in shared memory, where their planes are."""
+    row_codes = shape.cache_type.num_planes * shape.head_dim // parts
+    return BLOCK_SIZE * (row_codes + TILE_SCALE_BYTES)
 
 
 def prefill_forms(shape: AttentionShape, trees: bool, most_warps: int = 8) -> Iterator[KernelForm]:
     """Of integers.cu, the best first."""
-    row_bytes = _tile_row_bytes(shape)
+    parts = -(-shape.cache_type.num_planes * shape.head_dim // TILE_CODES)
+    sharing = -(-shape.head_dim // WARP_COLUMNS)  # warps that have the same pairs, and columns of their own
     for places, warps in product(PLACES, PREFILL_WARPS[PREFILL_WARPS.index(most_warps) :]):
-        num_pairs = PAIRS * warps
+        num_pairs = PAIRS * (warps // sharing)
+        if num_pairs == 0:
+            continue
         # Tiles; queries; weights and positions of draft trees.
-        shared = places * BLOCK_SIZE * row_bytes + num_pairs * (2 * shape.head_dim + 16)
-        shared += num_pairs * BLOCK_SIZE * 4 + MAX_TREE_ROWS * 4 if trees else 0
-        instance = _instance("attention_integers", shape, warps, trees, places)
+        shared = places * _tile_bytes(shape, parts) + num_pairs * (2 * shape.head_dim + 16)
+        shared += PAIRS * warps * BLOCK_SIZE * 4 + MAX_TREE_ROWS * 4 if trees else 0
+        instance = _instance("attention_integers", shape, warps, trees, places, parts, sharing)
         yield KernelForm("integers.cu", instance, warps, num_pairs, shared)
 
 
 def decode_forms(shape: AttentionShape, trees: bool, halves: int) -> Iterator[KernelForm]:
-    """Of integers_decode.cu for as many halves of PAIRS, the best first; there are none for trees."""
-    tile_bytes = BLOCK_SIZE * _tile_row_bytes(shape)
-    for places, blocks in () if trees else product(PLACES, DECODE_BLOCKS):
+    """Of integers_decode.cu for as many halves of PAIRS, the best first; there are none for trees.
+
+    Behind them one of integers.cu that takes any rows, where shared memory has no room for a whole tile.
+    """
+    if trees:
+        return
+    tile_bytes = _tile_bytes(shape)
+    for places, blocks in product(PLACES, DECODE_BLOCKS):
         # Keys and values; queries; weights as floats, and as codes; numbers of a pair.
         shared = places * blocks * tile_bytes + PAIRS * (2 * shape.head_dim + 16)
         shared += blocks * PAIRS * (BLOCK_SIZE * (4 + 2) + 2 * (DECODE_WARPS + 1) * 4)
         instance = _instance("attention_integers_decode", shape, blocks, halves, places)
         yield KernelForm("integers_decode.cu", instance, DECODE_WARPS * blocks, PAIRS, shared)
+    yield from prefill_forms(shape, True, MIDDLE_WARPS)
 
 
 def takes_warpgroups(shape: AttentionShape) -> bool:
     """Whether integers_warpgroups.cu has an instance."""
     return (
         shape.cache_type.value_bits in (16, 8)
-        and shape.head_dim % 128 == 0
+        and shape.head_dim in (128, 256)  # of more, a warp has no registers for its pairs' columns
         and shape.group_size <= GROUP_PAIRS
     )
 
@@ -318,13 +336,14 @@ def warpgroup_forms(shape: AttentionShape, trees: bool, groups: int) -> Iterator
     yield KernelForm(WARPGROUPS, instance, GROUP_WARPS * (groups + 1), num_pairs, shared)
 
 
-MIDDLE_PAIRS = PAIRS * 4
+MIDDLE_WARPS = 4
+MIDDLE_PAIRS = PAIRS * MIDDLE_WARPS
 GROUPS = {"group": 1, "groups": 2}
 CHAINS = ("decode_half", "decode", *GROUPS)  # kinds that take rows as those of chains
 FORMS: dict[str, Callable[[AttentionShape, bool], Iterator[KernelForm]]] = {
     "decode_half": partial(decode_forms, halves=1),
     "decode": partial(decode_forms, halves=2),
-    "prefill_small": partial(prefill_forms, most_warps=4),
+    "prefill_small": partial(prefill_forms, most_warps=MIDDLE_WARPS),
     "prefill": prefill_forms,
     **{kind: partial(warpgroup_forms, groups=count) for kind, count in GROUPS.items()},
 }

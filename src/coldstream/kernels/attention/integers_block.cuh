@@ -143,13 +143,20 @@ struct ValueSums {
   }
 };
 
-template <int planes, int head_dim>
+// Sums of products of a pair's queries and keys, at [n][2 · pair + position].
+template <int count>
+struct ScoreSums {
+  int high[count][4] = {}, mixed[count][4] = {};
+};
+
+// channels: of a head, that a tile has.
+template <int planes, int channels, int head_dim = channels>
 struct PairBlock {
-  static constexpr int row_bytes = planes * head_dim + scale_bytes_of_row;
+  static constexpr int row_bytes = planes * channels + scale_bytes_of_row;
   static constexpr int tile_bytes = block_positions * row_bytes;
   static constexpr int query_bytes = 2 * head_dim + 16;  // a pair's, with a gap so that eight meet all banks
-  static constexpr int steps = head_dim / 32, strips = head_dim / 16;
-  static_assert(head_dim % 32 == 0 && row_bytes % 16 == 0);
+  static constexpr int steps = channels / 32, strips = channels / 16;
+  static_assert(channels % 32 == 0 && head_dim % channels == 0 && row_bytes % 16 == 0);
 
   static __device__ int lane() { return threadIdx.x % warp_size; }
 
@@ -161,7 +168,16 @@ struct PairBlock {
   template <int halves = 2, int count>
   static __device__ void find_scores(const uint8_t* keys, const uint8_t* queries,
                                      const ForBoth<float>& query_scale, float (&scores)[count][4]) {
-    int high[count][4] = {}, mixed[count][4] = {};
+    ScoreSums<count> sums;
+    add_scores(keys, queries, sums);
+    scale_scores<halves>(keys, query_scale, sums, scores);
+  }
+
+  // Adds the products of the tile's channels; queries: of the first of them.
+  template <int count>
+  static __device__ void add_scores(const uint8_t* keys, const uint8_t* queries, ScoreSums<count>& sums) {
+    auto& high = sums.high;
+    auto& mixed = sums.mixed;
     const uint32_t query = shared_address(queries) + lane() % 16 * query_bytes + lane() / 16 * 16;
     const uint32_t key = shared_address(keys) + lane() % 8 * row_bytes + lane() / 8 * 16;
 #pragma unroll
@@ -182,7 +198,7 @@ struct PairBlock {
           add_product(mixed[n], query_low[k], words[2 * k], words[2 * k + 1]);
         }
         if (planes == 1) continue;
-        load_matrices(words, key + head_dim + 8 * n * row_bytes + 32 * step);
+        load_matrices(words, key + channels + 8 * n * row_bytes + 32 * step);
 #pragma unroll
         for (int k = 0; k < 2; k++) add_product(mixed[n], query_high[k], words[2 * k], words[2 * k + 1]);
       }
@@ -201,10 +217,16 @@ struct PairBlock {
         add_product(high[n], query_high, words[0], words[1]);
         add_product(mixed[n], query_low, words[0], words[1]);
         if (planes == 1) continue;
-        load_two_matrices(words, last_key + head_dim + 8 * n * row_bytes);
+        load_two_matrices(words, last_key + channels + 8 * n * row_bytes);
         add_product(mixed[n], query_high, words[0], words[1]);
       }
     }
+  }
+
+  // The sums of all channels become scores.
+  template <int halves = 2, int count>
+  static __device__ void scale_scores(const uint8_t* keys, const ForBoth<float>& query_scale,
+                                      const ScoreSums<count>& sums, float (&scores)[count][4]) {
 #pragma unroll
     for (int n = 0; n < count; n++) {
 #pragma unroll
@@ -213,7 +235,7 @@ struct PairBlock {
 #pragma unroll
         for (int i = 0; i < halves; i++) {
           const int at = 2 * i + b;
-          scores[n][at] = float(low_unit * high[n][at] + mixed[n][at]) * query_scale[i] * scale;
+          scores[n][at] = float(low_unit * sums.high[n][at] + sums.mixed[n][at]) * query_scale[i] * scale;
         }
       }
     }
@@ -260,7 +282,7 @@ struct PairBlock {
         add_product(sums.mixed[parity], weights.low[half], first, second);
       }
       if (planes == 1) continue;
-      load_transposed_pairs(pairs_of_bytes, from + head_dim + 32 * half * row_bytes);
+      load_transposed_pairs(pairs_of_bytes, from + channels + 32 * half * row_bytes);
 #pragma unroll
       for (int parity = 0; parity < 2; parity++) {
         const uint32_t first = column_of(pairs_of_bytes[0], pairs_of_bytes[1], parity);

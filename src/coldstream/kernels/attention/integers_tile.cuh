@@ -105,6 +105,26 @@ __device__ __forceinline__ void load_tile(uint8_t* to, const uint8_t* cache, con
     copy_async_16(to + i * 16, from + i / pieces * strides.position_bytes + i % pieces * 16);
 }
 
+// The same for one part of `parts` of the channels, of rows with both planes: each plane's share of them, and
+// the scale.
+template <class Row, int head_dim, int parts, int threads>
+__device__ __forceinline__ void load_part(uint8_t* to, const uint8_t* cache, const CacheStrides& strides,
+                                          const BatchRows& rows, const RowRun& run, int kv_head, int tile,
+                                          int part) {
+  constexpr int channels = head_dim / parts, share = channels / 16, pieces = 2 * share + 1;
+  static_assert(Row::planes == 2 && channels % 16 == 0);
+  const int first = tile * block_positions, count = min(block_positions, run.num_kept - first);
+  const int block = rows.tables[int64_t{run.segment} * rows.table_stride + first / chunk_positions];
+  const uint8_t* const from = cache + block * strides.block_bytes +
+                              first % chunk_positions * strides.position_bytes +
+                              int64_t{kv_head} * Row::bytes;
+  for (int i = threadIdx.x; i < count * pieces; i += threads) {
+    const int piece = i % pieces, plane = piece / share;
+    const int at = plane < 2 ? plane * head_dim + part * channels + piece % share * 16 : Row::code_bytes;
+    copy_async_16(to + i * 16, from + i / pieces * strides.position_bytes + at);
+  }
+}
+
 template <int row_bytes>
 __device__ __forceinline__ float scale_of_row(const uint8_t* row) {
   return *reinterpret_cast<const float*>(row + row_bytes - scale_bytes_of_row);

@@ -1,6 +1,7 @@
 // The end of decode's attention with any number of chunks: a row's chunks merged in ascending order,
 // divided, rotated back, gated where there is a gate, and written as float32, as int8 or as both. A block of
-// threads takes 256 columns of a row, that is a group of activations; a thread takes one.
+// threads takes 256 columns of a row, that is a group of activations; a thread takes one. Heads of 512 are
+// rotated as a whole: there a block takes two such groups, and a thread a column of each.
 #include "attention/merge.cuh"
 #include "attention/rotation.cuh"
 
@@ -10,7 +11,6 @@ namespace coldstream {
 
 constexpr int merge_batch = warp_size;  // chunks that are merged between two barriers
 constexpr int merge_threads = group_elements;
-
 // Of a chunk: what the sums before it and its own are multiplied by, and its denominator.
 struct __align__(16) MergeFactors {
   float ours, theirs, denominator, unused;
@@ -41,11 +41,12 @@ __device__ __forceinline__ void find_factors(float2 own, bool is_first, float ma
   factors[lane] = {exact_exp(before - after), exact_exp(own.x - after), own.y, 0.0f};
 }
 
-// `stages` batches of chunks are in shared memory together: one is merged while the others are on their way.
-// Factors are found for some batches at once, a warp for each of them and of the heads. Sinks are merged as a
-// chunk behind the last one, with a denominator of 1 and without values.
+// `stages` batches of chunks, of one group of columns each, are in shared memory together: one is merged
+// while the others are on their way. Factors are found for some batches at once, a warp for each of them and
+// of the heads. Sinks are merged as a chunk behind the last one, with a denominator of 1 and without values.
 template <int head_dim, bool has_sinks, int stages>
 struct Merger {
+  static constexpr int groups = groups_together<head_dim>;
   static constexpr int most_heads = (group_elements + head_dim - 2) / head_dim + 1;  // that a group may meet
   static constexpr int num_warps = merge_threads / warp_size;
   static constexpr int span = most_heads <= 2 ? 8 : most_heads <= 4 ? 4 : most_heads <= 8 ? 2 : 1;  // batches
@@ -64,7 +65,7 @@ struct Merger {
   const int num_columns, first_column, first_head, head, num_chunks;
   float maxima[items_per_warp];  // of the batches before the span, of an item's head
   // Minus zero: added to the first chunk's numbers they leave them as they are, zeros of either sign too.
-  float numerator = -0.0f, denominator = -0.0f;
+  float numerators[groups], denominator = -0.0f;
 
   __device__ __forceinline__ Merger(const MergeArguments& arguments, float (*values)[group_elements],
                                     FactorsOfSpan& all_factors, int chunks)
@@ -74,17 +75,20 @@ struct Merger {
         row(blockIdx.y),
         first_place(row * a.num_heads * a.max_chunks),
         num_columns(a.num_heads * head_dim),
-        first_column(blockIdx.x * group_elements),
+        first_column(blockIdx.x * (groups * group_elements)),
         first_head(first_column / head_dim),
         head(min(first_column + int(threadIdx.x), num_columns - 1) / head_dim),
         num_chunks(chunks) {
     for (float& maximum : maxima) maximum = negative_infinity();
+    for (float& numerator : numerators) numerator = -0.0f;
   }
 
-  // Queues the copies of a batch of chunks.
-  __device__ __forceinline__ void load(int batch) {
-    const int piece = threadIdx.x % pieces, column = first_column + piece * 4, first = batch * merge_batch;
-    const int count = min(merge_batch, num_chunks - first), stage = batch % stages;
+  // Queues the copies of a group's columns of a batch of chunks; number: groups of the same batch follow each
+  // other.
+  __device__ __forceinline__ void load(int number) {
+    const int batch = number / groups, own_column = first_column + number % groups * group_elements;
+    const int piece = threadIdx.x % pieces, column = own_column + piece * 4, first = batch * merge_batch;
+    const int count = min(merge_batch, num_chunks - first), stage = number % stages;
     if (column < num_columns) {
       const int64_t place = first_place + int64_t{column / head_dim} * a.max_chunks + first;
       const float* from = a.values + place * head_dim + column % head_dim;
@@ -129,47 +133,54 @@ struct Merger {
 
   __device__ __forceinline__ void start() {
 #pragma unroll
-    for (int batch = 0; batch < stages - 1; batch++) load(batch);
+    for (int number = 0; number < stages - 1; number++) load(number);
   }
 
+  // The denominator is added with the first group.
+  template <int group>
   __device__ __forceinline__ void add(const MergeFactors& by, float value) {
-    numerator = __fmaf_rn(value, by.theirs, numerator * by.ours);
-    denominator = __fmaf_rn(by.denominator, by.theirs, denominator * by.ours);
+    numerators[group] = __fmaf_rn(value, by.theirs, numerators[group] * by.ours);
+    if (group == 0) denominator = __fmaf_rn(by.denominator, by.theirs, denominator * by.ours);
   }
 
   __device__ __forceinline__ void merge(int batch) {
-    const int count = min(merge_batch, num_chunks - batch * merge_batch);
-    load(batch + stages - 1);
-    if (batch % span == 0) find_span(batch);
+    merge_group<0>(batch);
+    if constexpr (groups == 2) merge_group<1>(batch);
+  }
+
+  template <int group>
+  __device__ __forceinline__ void merge_group(int batch) {
+    const int count = min(merge_batch, num_chunks - batch * merge_batch), number = batch * groups + group;
+    load(number + stages - 1);
+    if (group == 0 && batch % span == 0) find_span(batch);
     wait_for_copies<stages - 1>();
     __syncthreads();
-    const float (*values)[group_elements] = staged + batch % stages * merge_batch;
+    const float (*values)[group_elements] = staged + number % stages * merge_batch;
     const MergeFactors* const own = factors.of[head - first_head] + batch % span * merge_batch;
     if (count == merge_batch) {
 #pragma unroll 8
-      for (int i = 0; i < merge_batch; i++) add(own[i], values[i][threadIdx.x]);
+      for (int i = 0; i < merge_batch; i++) add<group>(own[i], values[i][threadIdx.x]);
     } else {
 #pragma unroll 1
-      for (int i = 0; i < count; i++) add(own[i], values[i][threadIdx.x]);
+      for (int i = 0; i < count; i++) add<group>(own[i], values[i][threadIdx.x]);
     }
     if constexpr (has_sinks) {
       if (num_chunks / merge_batch == batch) {
         const MergeFactors by = own[num_chunks % merge_batch];
-        numerator *= by.ours;
-        denominator = denominator * by.ours + by.theirs;
+        numerators[group] *= by.ours;
+        if (group == 0) denominator = denominator * by.ours + by.theirs;
       }
     }
     __syncthreads();
   }
 };
 
-// `rotate_head` undone, by the threads that hold a head's values next to each other, and its factor.
-template <int head_dim>
-__device__ __forceinline__ float head_rotated_back(float x, float (*staged)[group_elements]) {
-  constexpr int size = head_dim & -head_dim;
-  static_assert(size <= group_elements);
+// The steps of `rotate_head` undone that are within a group of columns, by the threads that hold a head's
+// values next to each other.
+template <int size>
+__device__ __forceinline__ float group_rotated_back(float x, float (*staged)[group_elements]) {
 #pragma unroll
-  for (int stride = 1; stride < size; stride *= 2) {
+  for (int stride = 1; stride < size && stride < group_elements; stride *= 2) {
     float other;
     if (stride < warp_size) {
       other = __shfl_xor_sync(all_lanes, x, stride);
@@ -181,7 +192,19 @@ __device__ __forceinline__ float head_rotated_back(float x, float (*staged)[grou
     }
     x = rotated_with(x, other, threadIdx.x & stride);
   }
-  return x * (1.0f / size);
+  return x;
+}
+
+// `rotate_head` undone for the thread's columns, and its factor.
+template <int head_dim>
+__device__ __forceinline__ void rotate_head_back(float (&x)[groups_together<head_dim>],
+                                                 float (*staged)[group_elements]) {
+  constexpr int size = head_dim & -head_dim;
+#pragma unroll
+  for (float& value : x) value = group_rotated_back<size>(value, staged);
+  if constexpr (size > group_elements) rotate_own(x, 1);
+#pragma unroll
+  for (float& value : x) value *= 1.0f / size;
 }
 
 template <int head_dim, OutputGate gate, bool has_sinks, int stages>
@@ -198,25 +221,41 @@ __global__ void __launch_bounds__(merge_threads) attention_merge(const MergeArgu
   const int num_merged = has_sinks && num_chunks > 0 ? num_chunks + 1 : num_chunks;
   MergerOfHead m(a, staged, factors, num_chunks);
   m.start();
-  const int column = min(m.first_column + int(threadIdx.x), m.num_columns - 1);
-  const HeadEnd<head_dim, gate, 1> end(a, m.row, column);
+  constexpr int groups = MergerOfHead::groups;
+  HeadEnd<head_dim, gate, 1> ends[groups];
+  int columns[groups];
+#pragma unroll
+  for (int group = 0; group < groups; group++) {
+    columns[group] = min(m.first_column + group * group_elements + int(threadIdx.x), m.num_columns - 1);
+    ends[group].load(a, m.row, columns[group]);
+  }
 #pragma unroll 1
   for (int batch = 0; batch * merge_batch < num_merged; batch++) m.merge(batch);
-  float results[1] = {num_chunks > 0 ? m.numerator * (1.0f / m.denominator) : 0.0f};
-  results[0] = head_rotated_back<head_dim>(results[0], staged);
-  end.apply(results);
-  const float result = results[0];
-  const bool exists = m.first_column + int(threadIdx.x) < m.num_columns;
-  if (a.out && exists) a.out[m.row * m.num_columns + column] = result;
+  float results[groups];
+#pragma unroll
+  for (int group = 0; group < groups; group++)
+    results[group] = num_chunks > 0 ? m.numerators[group] * (1.0f / m.denominator) : 0.0f;
+  rotate_head_back<head_dim>(results, staged);
+#pragma unroll
+  for (int group = 0; group < groups; group++) {
+    float of_group[1] = {results[group]};
+    ends[group].apply(of_group);
+    results[group] = of_group[0];
+    const bool exists = m.first_column + group * group_elements + int(threadIdx.x) < m.num_columns;
+    if (a.out && exists) a.out[m.row * m.num_columns + columns[group]] = results[group];
+  }
   if (!a.codes) return;
   __syncthreads();
-  staged[0][threadIdx.x] = result;
+#pragma unroll
+  for (int group = 0; group < groups; group++) staged[group][threadIdx.x] = results[group];
   __syncthreads();
-  if (threadIdx.x >= warp_size) return;
+  if (threadIdx.x >= groups * warp_size) return;
+  const int own = groups == 1 ? 0 : threadIdx.x / warp_size;  // the warp's group
   float share[8];
-  load_share(staged[0], m.num_columns - m.first_column, share);
-  const int padded = gridDim.x * group_elements;
-  store_group(quantize_group(share), quant_row(a.codes, a.scales, a.sums, m.row, padded), blockIdx.x);
+  load_share(staged[own], m.num_columns - m.first_column - own * group_elements, share);
+  const int padded = gridDim.x * groups * group_elements;
+  store_group(quantize_group(share), quant_row(a.codes, a.scales, a.sums, m.row, padded),
+              blockIdx.x * groups + own);
 }
 
 }  // namespace coldstream

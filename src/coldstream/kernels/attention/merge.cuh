@@ -36,6 +36,10 @@ __device__ __forceinline__ void load_columns(const float* from, float (&x)[count
   }
 }
 
+// Groups of columns that are rotated back together: those of heads of 512 are two.
+template <int head_dim>
+constexpr int groups_together = (head_dim & -head_dim) > group_elements ? 2 : 1;
+
 // What is done with a head's values once its chunks are merged and rotated back, for the adjacent columns of
 // a thread, which are of one head. Reads what was written before the previous launch began.
 template <int head_dim, OutputGate gate, int count>
@@ -44,7 +48,7 @@ struct HeadEnd {
   float gates[is_alike ? 1 : count];
 
   // column: the thread's first one in the row of all heads.
-  __device__ __forceinline__ HeadEnd(const MergeArguments& a, int64_t row, int column) {
+  __device__ __forceinline__ void load(const MergeArguments& a, int64_t row, int column) {
     if constexpr (gate == OutputGate::none) return;
     const float* const gates_of_row = a.gates + row * a.gate_stride;
     if constexpr (gate == OutputGate::query)

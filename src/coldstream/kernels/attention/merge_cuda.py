@@ -15,6 +15,7 @@ BATCH_BYTES = MERGE_BATCH * GROUP_SIZE * 4  # of shared memory
 FEWEST_BATCHES, MOST_BATCHES = 2, 6  # in shared memory at once
 STATIC_BYTES = 10 << 10  # of shared memory beside them, at most
 FINISH_WARPS = 4  # of a block of threads of `finish.cu`
+MOST_TOGETHER = 2  # groups of columns that a head is rotated back over
 GATE_ALIGNMENT = 4  # elements between rows of gates, unless a head has only one
 
 
@@ -38,6 +39,8 @@ class MergeKernels:
         self.shape = shape
         has_sinks = str(shape.has_sinks).lower()
         parameters = f"{shape.head_dim}, coldstream::OutputGate::{shape.output_gate}, {has_sinks}"
+        rotated = shape.head_dim & -shape.head_dim
+        self._groups = min(MOST_TOGETHER, max(1, rotated // GROUP_SIZE))  # that a block or a warp takes
         self._most_batches = min(MOST_BATCHES, (shared_per_block - STATIC_BYTES) // BATCH_BYTES)
         self._fewest_batches = min(FEWEST_BATCHES, self._most_batches)
         self._finishing = f"coldstream::attention_finish<{parameters}>"
@@ -90,19 +93,23 @@ class MergeKernels:
         if quantised is not None:
             arguments.codes, arguments.scales = quantised.q.data_ptr(), quantised.scales.data_ptr()
             arguments.sums = quantised.sums.data_ptr()
-        groups = -(-shape.num_heads * shape.head_dim // GROUP_SIZE)
+        items = -(-shape.num_heads * shape.head_dim // (self._groups * GROUP_SIZE))
         if max_chunks == 1:
             self.programs["finish.cu"].kernel(self._finishing).launch(
-                (-(-num_rows * groups // FINISH_WARPS), 1, 1), 32 * FINISH_WARPS, (arguments,), overlap=True
+                (-(-num_rows * items // FINISH_WARPS), 1, 1), 32 * FINISH_WARPS, (arguments,), overlap=True
             )
             return
         # More batches hide the latency of a long row's chunks, in the room of a second block of threads.
         is_short = max_chunks <= self._fewest_batches * MERGE_BATCH
         batches = self._fewest_batches if is_short else self._most_batches
+        # All groups' batches but the last are whole.
+        chunks = (
+            max_chunks if self._groups == 1 else self._groups * -(-max_chunks // MERGE_BATCH) * MERGE_BATCH
+        )
         self.programs["merge.cu"].kernel(self._merging[batches]).launch(
-            (groups, num_rows, 1),
+            (items, num_rows, 1),
             GROUP_SIZE,
             (arguments,),
-            shared_bytes=min(max_chunks * GROUP_SIZE * 4, batches * BATCH_BYTES),
+            shared_bytes=min(chunks * GROUP_SIZE * 4, batches * BATCH_BYTES),
             overlap=True,
         )

@@ -15,7 +15,8 @@ import numpy as np
 
 from coldstream.errors import OutOfMemoryError, UnsupportedError
 from coldstream.gguf.reader import GGUFFile, TensorInfo
-from coldstream.kernels.attention.cuda import HEAD_MULTIPLE, LARGEST_HEAD
+from coldstream.kernels.attention.cuda import HEAD_SIZES as ATTENTION_SIZES
+from coldstream.kernels.attention.cuda import takes_heads_of
 from coldstream.kernels.attention.workspace_sizes import PART_ROWS
 from coldstream.kernels.cuda.array import RawArray, name_of
 from coldstream.kernels.cuda.memory import MemoryPlan
@@ -206,9 +207,7 @@ def check_supported(spec: ModelSpec) -> None:
     has_delta_net = "delta_net" in spec.layer_kinds
     wanted = {
         **{
-            f"attention heads of {size}: multiples of {HEAD_MULTIPLE} up to {LARGEST_HEAD}": (
-                size % HEAD_MULTIPLE or size > LARGEST_HEAD
-            )
+            f"attention heads of {size}: {ATTENTION_SIZES}": not takes_heads_of(size)
             for _, size in (*spec.kv_heads, *spec.nextn.kv_heads)
         },
         f"DeltaNet heads of {spec.ssm_state_size}: {HEAD_SIZES}": (
