@@ -1,4 +1,4 @@
-"""Writes random-weight files of the shapes and types of gpt-oss, Qwen3.8-Flash-Next and Laguna-XS-2.1.
+"""Writes random-weight files of the shapes and types of gpt-oss, gemma-4, Qwen3.8-Flash-Next and Laguna.
 
     python -m bench.family_models gpt-oss-20b oss.gguf                     12 GB
     python -m bench.family_models gpt-oss-20b small.gguf --layers 4 --vocab 8192
@@ -10,7 +10,9 @@ full_size_model.py. It has to hold in each family:
 - biases of what adds to the residual stream are 0 in the protected channels, too;
 - hyper-connections: gates of these channels are equal in all streams, so that what routers and the head read
   of them depends on the token alone;
-- n-grams: their values are 0 in these channels.
+- n-grams: their values are 0 in these channels;
+- gemma-4: the weights of what a part gives are 0 there, too, and so is its norm. The head is a matrix of its
+  own, as one that is tied to the embedding cannot say the next token.
 
 The table of n-grams is a third of a Qwen3.8-Flash-Next. With as many rows as published it is a hole in the
 file, which takes no place on a disk and reads as zeros. With fewer rows its weights are random.
@@ -29,7 +31,16 @@ import numpy as np
 
 import gguf
 from bench.full_size_mixes import MIXES, PLAIN, Mix, mix_named
-from bench.full_size_model import CODE, PROTECTED, Buffers, FullSizeWriter, Piece, Tensor, fitting
+from bench.full_size_model import (
+    CODE,
+    OUTPUT_GAIN,
+    PROTECTED,
+    Buffers,
+    FullSizeWriter,
+    Piece,
+    Tensor,
+    fitting,
+)
 from bench.laguna_model import LAGUNA_SHAPE, LagunaWriter
 from bench.random_model import Shape
 
@@ -127,6 +138,93 @@ class GptOssWriter(FamilyWriter):
         self.bias(f"{name}.ffn_gate_exps.bias", s.experts, s.expert_ffn)
         self.bias(f"{name}.ffn_up_exps.bias", s.experts, s.expert_ffn)
         self.bias(f"{name}.ffn_down_exps.bias", s.experts, s.hidden, adds_to_stream=True)
+
+
+GEMMA_WINDOW: Final = 1024
+GEMMA_PERIOD: Final = 6  # of these layers, the last of which has no window
+TURNING: Final = 4  # of so many pairs, one turns in layers without a window
+
+
+class Gemma4Writer(FamilyWriter):
+    """gemma-4: norms of what each part gives, a dense network beside the experts, and larger heads."""
+
+    architecture = "gemma4"
+
+    @property
+    def model_name(self) -> str:
+        return "gemma-4-26B-A4B"
+
+    @property
+    def dense_size(self) -> int:
+        """Of the network beside the experts."""
+        return 3 * self.shape.expert_ffn
+
+    @property
+    def is_windowed(self) -> list[bool]:
+        """Of each layer."""
+        return [(layer + 1) % GEMMA_PERIOD != 0 for layer in range(self.shape.layers)]
+
+    def heads(self, layer: int) -> tuple[int, int]:
+        """Heads of keys and values, and the size of a head."""
+        s = self.shape
+        return (
+            (s.kv_heads, s.head_dim) if self.is_windowed[layer] else (max(1, s.kv_heads // 4), 2 * s.head_dim)
+        )
+
+    def keys(self) -> dict[str, Any]:
+        s = self.shape
+        sizes = {f"attention.{part}_length": 2 * s.head_dim for part in ("key", "value")}
+        return {
+            **sizes,
+            **{f"{name}_swa": s.head_dim for name in sizes},
+            "feed_forward_length": self.dense_size,
+            "embedding_length_per_layer_input": 0,
+            "final_logit_softcapping": 30.0,
+            "attention.head_count_kv": [self.heads(layer)[0] for layer in range(s.layers)],
+            "attention.layer_norm_rms_epsilon": 1e-6,
+            "attention.shared_kv_layers": 0,
+            "attention.sliding_window": GEMMA_WINDOW,
+            "attention.sliding_window_pattern": self.is_windowed,
+            "rope.dimension_count": 2 * s.head_dim,
+            "rope.dimension_count_swa": s.head_dim,
+            "rope.freq_base": 1e6,
+            "rope.freq_base_swa": 1e4,
+        }
+
+    def last_norm(self) -> None:
+        super().last_norm()
+        factors = np.full(self.shape.head_dim, 1e30)
+        factors[: self.shape.head_dim // TURNING] = 1
+        self.floats("rope_freqs.weight", factors)
+
+    def block(self, layer: int) -> None:
+        s, name = self.shape, f"blk.{layer}"
+        ones = np.ones(s.hidden)
+        for norm in ("attn_norm", "ffn_norm", "pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"):
+            self.floats(f"{name}.{norm}.weight", ones)
+        # As large beside the embedding, which is scaled, as what other families add.
+        added = ones * OUTPUT_GAIN * s.hidden**0.5
+        for norm in ("post_attention_norm", "post_ffw_norm"):
+            self.floats(f"{name}.{norm}.weight", added)
+        self.floats(f"{name}.layer_output_scale.weight", np.ones(1))
+        self.plain_attention(name, *self.heads(layer), projects_values=self.is_windowed[layer])
+        self.router(name)
+        scale = ones * s.hidden**0.5
+        scale[:CODE] *= self.gains[layer]
+        self.floats(f"{name}.ffn_gate_inp.scale", scale)
+        self.floats(f"{name}.ffn_down_exps.scale", np.ones(s.experts))
+        self.gated_unit(f"{name}.ffn_{{}}_exps.weight", s.expert_ffn, s.experts)
+        self.gated_unit(f"{name}.ffn_{{}}.weight", self.dense_size)
+
+    def plain_attention(self, name: str, kv_heads: int, size: int, *, projects_values: bool) -> None:
+        """Without gates; scores are not divided by the root of the heads' size, but queries are here."""
+        hidden, width = self.shape.hidden, self.shape.heads * size
+        self.matrix(f"{name}.attn_q.weight", width, hidden)
+        for part in ("k", "v") if projects_values else ("k",):
+            self.matrix(f"{name}.attn_{part}.weight", kv_heads * size, hidden)
+        self.matrix(f"{name}.attn_output.weight", hidden, width, adds_to_stream=True)
+        self.floats(f"{name}.attn_q_norm.weight", np.full(size, size**-0.5))
+        self.floats(f"{name}.attn_k_norm.weight", np.ones(size))
 
 
 @dataclass(frozen=True)
@@ -302,6 +400,10 @@ OSS_SHAPE: Final = Shape(
     hidden=2880, layers=24, experts=32, experts_per_token=4, expert_ffn=2880, heads=64, kv_heads=8,
     head_dim=64, value_heads=0, vocab=201088, context=131072,
 )  # fmt: skip
+GEMMA_SHAPE: Final = Shape(  # heads: of a layer with a window
+    hidden=2816, layers=30, experts=128, experts_per_token=8, expert_ffn=704, heads=16, kv_heads=8,
+    head_dim=256, vocab=262144, context=262144,
+)  # fmt: skip
 FLASH_NEXT_SHAPE: Final = Shape(
     hidden=2560, layers=48, experts=512, experts_per_token=10, expert_ffn=640, heads=24, value_heads=48,
     vocab=248320, context=262144,
@@ -310,6 +412,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {
         "gpt-oss-20b": Family(GptOssWriter, OSS_SHAPE, MIXES["MXFP4"]),
         "gpt-oss-120b": Family(GptOssWriter, replace(OSS_SHAPE, layers=36, experts=128), MIXES["MXFP4"]),
+        "gemma-4-26B-A4B": Family(Gemma4Writer, GEMMA_SHAPE, PLAIN),
         "Qwen3.8-Flash-Next": Family(Qwen4ExpWriter, FLASH_NEXT_SHAPE, MIXES["Q2_0-experts"]),
         "Laguna-XS-2.1": Family(LagunaWriter, LAGUNA_SHAPE, PLAIN),
     }

@@ -39,6 +39,7 @@ SMALL_SHAPES: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
         "gpt-oss-20b": {"hidden": 544, "expert_ffn": 288, "heads": 8},
         "gpt-oss-120b": {"hidden": 544, "expert_ffn": 288, "heads": 8, "experts": 128},
+        "gemma-4-26B-A4B": {"layers": 6, "hidden": 512, "expert_ffn": 96},
         "Qwen3.8-Flash-Next": {"expert_ffn": 320, "value_heads": 6},
         "Laguna-XS-2.1": {"heads": 64, "head_dim": 128},
     }
@@ -146,6 +147,15 @@ def test_gpt_oss_has_the_types_and_sizes_of_published_files(
     found, num_bytes = weights(writer, FAMILIES[name].shape.vocab)
     assert found == pytest.approx(count, rel=0.005)
     assert num_bytes / 2**30 == pytest.approx(gib, rel=0.01)
+
+
+@pytest.mark.sharded
+def test_gemma_has_as_many_weights_as_published() -> None:
+    """Beside its head, which is the embedding in published files."""
+    name = "gemma-4-26B-A4B"
+    writer = planned(name)
+    found, _ = weights(writer, FAMILIES[name].shape.vocab)
+    assert found - 262144 * 2816 == pytest.approx(25.2e9, rel=0.01)
 
 
 @pytest.mark.sharded
