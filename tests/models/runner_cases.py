@@ -108,7 +108,14 @@ MIXED_LAYERS = [
     ("qwen4exp", "i16"),
 ]
 # On the host these take as many minutes again.
-MIXED_LAYERS_OF_A_GPU = [*MIXED_LAYERS, ("qwen3next", "i16"), ("qwen3moe", "i16")]
+MIXED_LAYERS_OF_A_GPU = [
+    *MIXED_LAYERS,
+    ("qwen3next", "i16"),
+    ("qwen3moe", "i16"),
+    ("laguna", "i16"),
+    ("gpt-oss", "i8"),
+    ("gemma4", "i16"),
+]
 
 
 def write_variant(folder: Path, name: str) -> Path:

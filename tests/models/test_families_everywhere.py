@@ -5,14 +5,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cuda_runner_cases import check_chains, open_partly
-from one_sequence import open_cpu
+from one_sequence import OneSequence, open_cpu
+from tree_cases import Tree
 
 from builders import Dims, make_model, write_gguf, write_model
 from coldstream import LLM, SamplingParams
+from coldstream.kvcache import Batch, CacheSize, Segment
+from dflash_cases import for_target, random_tensors, spec_of, write_converted
 from ram_budgets import least_ram
 
 FAMILIES = ("laguna", "gpt-oss", "gemma4")
 TYPES = {"*_exps.weight": "Q4_K", "*.ffn_down_exps.weight": "Q6_K"}
+DIMS = Dims(experts=32, experts_used=4)
+# Beside others, rows at the same position, and rows whose windows of five begin behind a fork.
+TREE = Tree([5, 6, 7, 8, 9, 10, 11, 12], [-1, 0, 0, 1, 1, 3, 5, -1])
 PROMPTS = ["def f(x):\n    return", "the other", "def f(x):\n    return x + 1\n\nthe"]
 SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=20, ignore_eos=True)
 
@@ -20,7 +26,7 @@ SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=20, ignore_eos=True
 @pytest.fixture(scope="module", params=FAMILIES)
 def path(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     path = tmp_path_factory.mktemp("models") / "model.gguf"
-    return write_gguf(path, request.param, types=TYPES, dims=Dims(experts=32, experts_used=4))[0]
+    return write_gguf(path, request.param, types=TYPES, dims=DIMS)[0]
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +68,57 @@ def test_experts_from_the_disk_change_no_token(path: Path, answers: list[list[in
         assert llm.opened.runner.disk is not None
         assert llm.opened.runner.disk.misses > 0
     assert outputs == answers
+
+
+def test_drafts_of_another_model_change_no_token(
+    path: Path, answers: list[list[int]], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """By a drafter with random weights: Laguna's own kind, or the one that is published for others."""
+    family = request.node.callspec.params["path"]
+    values = for_target("Laguna" if family == "laguna" else "first", DIMS)
+    draft = write_converted(tmp_path / "drafter", values, random_tensors(spec_of(values)))
+    settings = {"model_draft": str(draft), "tree_budget": 6, "threads": 2}
+    with LLM(str(path), device="cpu", **settings) as llm:
+        outputs = [llm.generate(prompt, SAMPLED)[0] for prompt in PROMPTS]
+    assert [list(output.outputs[0].token_ids) for output in outputs] == answers
+    for output in outputs:
+        assert output.statistics.speculation is not None
+        assert output.statistics.speculation.drafter == "dflash"
+        assert output.statistics.speculation.drafted > 40
+
+
+def check_tree(runner: OneSequence, plain: OneSequence, prompt: list[int]) -> None:
+    """Rows of a tree have the bits of chains, and so has what follows a commit of a path."""
+    runner.reset()
+    runner.extend(prompt)
+    (found,) = runner.step(Batch((Segment(runner.sequence, TREE.token_ids, TREE.parents),)))
+    logits = np.array(found)
+    for row in range(len(TREE.token_ids)):
+        plain.reset()
+        plain.extend(prompt)
+        expected = plain.extend([TREE.token_ids[each] for each in TREE.path(row)])
+        assert np.array_equal(logits[row], expected)
+    runner.commit(runner.sequence, [0, 1, 3])
+    plain.reset()
+    plain.extend([*prompt, 5, 6, 8])
+    for token in (20, 21, 22, 23):
+        assert np.array_equal(np.array(runner.extend([token])), plain.extend([token]))
+
+
+@pytest.mark.sharded
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trees_on_a_gpu_with_half_of_the_experts(family: str, tmp_path: Path) -> None:
+    """With sinks, windows that differ by layer, and gates."""
+    dims = Dims(layers=3, experts=8, experts_used=3)
+    (path,) = write_gguf(tmp_path / "model.gguf", family, types=TYPES, dims=dims)
+    size = CacheSize.of(2, 256, num_trees=1)
+    with (
+        open_cpu(path, threads=1, context_length=256) as plain,
+        open_partly(path, 0.5, streamed=0.5, cache_size=size) as runner,
+    ):
+        for length in (2, 9):
+            check_tree(runner, plain, list(range(40, 40 + length)))
 
 
 @pytest.mark.sharded
