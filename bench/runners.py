@@ -174,7 +174,11 @@ def partial_plan(
     if fitting is None or fitting.cap_bytes is None:
         return run
     return replace(
-        run, prefetch=fitting.experts, prefetch_bytes=fitting.cap_bytes, layers_ahead=fitting.distance
+        run,
+        prefetch=fitting.experts,
+        prefetch_bytes=fitting.cap_bytes,
+        layers_ahead=fitting.distance,
+        ahead="fixed" if fitting.from_start else "later",
     )
 
 

@@ -59,6 +59,7 @@ def random_controls(rng: np.random.Generator) -> Iterator[None]:
         patch.setattr(MissShares, "words", words)
         threads = property(lambda shares: int(rng.integers(1, THREADS + 1)))
         patch.setattr(MissShares, "num_threads", threads)
+        patch.setattr(MissShares, "copies_ahead", property(lambda shares: bool(rng.integers(0, 2))))
         patch.setattr(CpuShare, "split", split)
         patch.setattr(CpuPart, "choose", lambda part, rows: bool(rng.integers(0, 2)))
         patch.setattr(Lookahead, "learn", lambda ahead, *_: setattr(ahead, "count", int(rng.integers(1, 9))))

@@ -190,9 +190,12 @@ def measure(
                 num_prompt = max(SHORT_PROMPT, depth)
                 texts = [generate(llm, next_id, num_prompt) for next_id in next_ids]
                 guesses, count = guesses_of(llm), llm.opened.config.prefetch
+                experts = llm.opened.runner.gpu_experts
+                shares = experts.shares if experts else None
             row = row_of(run.placement, machine, texts, mean_context(depth, WARM_TOKENS, TIMED_TOKENS))
             asked = {"depth": depth, "prefetch": count, "guesses": asdict(guesses) if guesses else None}
-            asked |= {"guess_recall": guesses.recall if guesses else None}
+            asked |= {"guess_recall": guesses.recall if guesses else None, "ahead": llm.opened.plan.ahead}
+            asked |= {"shares": asdict(shares) if shares else None}
             rows.append(asked | row)
             print({k: v for k, v in rows[-1].items() if k not in ("texts", "guesses")}, flush=True)
     return rows

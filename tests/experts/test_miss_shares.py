@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings")
 
+from coldstream.experts.copies_ahead import CopiesAhead
 from coldstream.experts.miss_shares import STEPS_OF_AN_UPDATE, MissShares, Seen
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_RANKS
 from coldstream.kernels.experts.split import BY_FETCHES, BY_MISSES, NUM_WORDS, MissTimes
@@ -25,7 +26,8 @@ class Steps:
 
     request_ns: the CPU's for any request, besides those of its experts. most: that the layers miss, by layer.
     seen: of the bus's time, what stamps show of it. noise: of both places' times in a layer. held_up: layers
-    of the CPU's that take a hundred times as long, as a share of all.
+    of the CPU's that take a hundred times as long, as a share of all. slowed: the CPU by each expert that is
+    copied ahead meanwhile, as a share of its time.
     """
 
     def __init__(
@@ -36,10 +38,11 @@ class Steps:
         seen: float = 1.0,
         noise: float = 0.0,
         held_up: float = 0.0,
+        slowed: float = 0.0,
     ) -> None:
         self._rng = np.random.default_rng(seed)
         self._request_ns, self.most, self._seen, self._noise = request_ns, most, seen, noise
-        self.held_up = held_up
+        self.held_up, self._slowed, self._misses = held_up, slowed, 0
         self._cpu = [[0, 0, 0.0] for _ in most]
         self._sums = np.zeros((len(most), 2, len(SUMS)), np.uint64)
         self._sums += np.uint64(2**64 - 10**6)  # they overflow, as sums of a clock do
@@ -48,7 +51,8 @@ class Steps:
         self._now = 2**63
 
     def seen(self) -> Seen:
-        return Seen(np.array(self._cpu).T, self._sums.copy(), self._bus_pairs.copy())
+        cpu, sums, bus_pairs = np.array(self._cpu).T, self._sums.copy(), self._bus_pairs.copy()
+        return Seen(cpu, sums, bus_pairs, (self._misses, self._misses), self._misses)
 
     def run(self, shares: MissShares, times: MissTimes, count: int = STEPS_OF_AN_UPDATE) -> float:
         """Seconds that missing experts take, in an update divided by `shares`. times: true."""
@@ -56,16 +60,18 @@ class Steps:
         elapsed = 0
         for _ in range(count):
             for layer in range(len(self.most)):
-                table = (tried if layer == 0 else words)[BY_MISSES]
-                elapsed += self._layer(layer, table, times)
+                elapsed += self._layer(layer, tried if layer == 0 else words, times)
         return elapsed / 1e9
 
     def _layer(self, layer: int, table: np.ndarray, times: MissTimes) -> int:
         misses = int(self._rng.integers(1, self.most[layer] + 1))
-        on_bus = int(table[misses])
+        self._misses += misses
+        num_fetched = int(table[BY_FETCHES][misses])
+        misses -= num_fetched
+        on_bus = int(table[BY_MISSES][misses])
         assert 0 <= on_bus <= misses
         on_cpu = misses - on_bus
-        slow = np.exp(self._noise * self._rng.normal(size=2))
+        slow = np.exp(self._noise * self._rng.normal(size=2)) * (1 + self._slowed * num_fetched, 1)
         cpu_ns = int(slow[0] * (self._request_ns + on_cpu * times.cpu[0]))
         if self._rng.random() < self.held_up:
             cpu_ns *= 100
@@ -187,7 +193,7 @@ def test_what_was_planned_by_sound_rates_stays_until_it_is_contradicted() -> Non
 def test_copies_ahead_end_while_guesses_are_wrong_and_begin_again(moves: Moves) -> None:
     """Whether times move or not. The bus then reads missing experts in place."""
     true, steps, guesses = replace(TRUE, layer=60_000, cpu_left=800), Steps(), [0, 0]
-    shares = MissShares(true, 8, Controls(moves), copies_ahead=True)
+    shares = MissShares(true, 8, Controls(moves), CopiesAhead(RANKS, RANKS, RANKS))
     shares.begin(steps.seen())
     by_guesses = []
     for recall in (0.9, 0.05, 0.9):
@@ -203,6 +209,25 @@ def test_copies_ahead_end_while_guesses_are_wrong_and_begin_again(moves: Moves) 
     assert all(has_moved for *_, has_moved in by_guesses[1:]), "the tables are written anew"
     without = MissShares(true, 8, Controls(moves)).words()[0]
     assert not without[BY_FETCHES].any()
+
+
+@pytest.mark.parametrize("moves", [Moves.NEVER, Moves.ALWAYS])
+@pytest.mark.parametrize("first", range(4))
+@pytest.mark.parametrize("slowed", [0.0, 0.6])
+def test_copies_ahead_are_kept_where_steps_take_less_with_them(
+    slowed: float, first: int, moves: Moves
+) -> None:
+    true = replace(TRUE, layer=40_000, cpu_left=800)
+    ahead = CopiesAhead(0, 3, first)
+    shares, steps = MissShares(true, 8, Controls(moves), ahead), Steps(2, 0, ALL_LAYERS, slowed=slowed)
+    assert shares.copies_ahead == (first > 0)
+    shares.begin(steps.seen())
+    for _ in range(2 * UPDATES):
+        steps.run(shares, true)
+        shares.learn(steps.seen())
+        assert shares.copies_ahead == (ahead.count > 0)
+        assert bool(shares.words()[0][BY_FETCHES].any()) == shares.copies_ahead
+    assert (ahead.best > 0) == (slowed == 0.0)
 
 
 REQUEST_NS = 60_000  # about two experts' time

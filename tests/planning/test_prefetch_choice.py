@@ -59,9 +59,11 @@ def test_only_what_is_left_open_is_decided(asked: int, monkeypatch: pytest.Monke
         decided = [
             plan_model(config, Sources(file, spec, unmeasured, measured=lambda: MACHINE)) for _ in range(2)
         ]
-    wanted = [PREFETCHED, 0] if asked == "auto" else [asked] * 2
+    wanted = [PREFETCHED if asked == "auto" else asked] * 2
     assert [planned.config.prefetch for planned in decided] == wanted
     assert [planned.run.prefetch for planned in decided] == wanted
+    starts = ["first", "later"] if asked == "auto" else ["fixed"] * 2
+    assert [planned.run.ahead for planned in decided] == starts
     for planned in decided:
         assert planned.hardware == MACHINE
         assert planned.run.threads == 3
@@ -105,7 +107,7 @@ def test_what_was_decided_is_done_and_the_text_stays(tmp_path: Path, monkeypatch
     for asked in ("auto", 0, 2):
         with LLM(demo_model_path(), device="cuda", vram=budget, ctx_size=256, prefetch=asked) as llm:
             count = llm.opened.config.prefetch
-            assert count in ((0, 2) if asked == "auto" else (asked,))
+            assert count <= PREFETCHED if asked == "auto" else count == asked
             (output,) = llm.generate([PROMPT], GREEDY)
             texts.add(output.token_ids)
             experts = llm.opened.runner.gpu_experts

@@ -1,6 +1,7 @@
 """What is prefetched has places within a cap in bytes, which the plan says and counts."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,13 @@ from coldstream.errors import ConfigError, OutOfMemoryError
 from coldstream.experts.prefetch import LAYERS_AHEAD, MAX_PREFETCHED, Prefetching
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.array import ALIGNMENT
+from coldstream.kernels.experts.shapes import MAX_SHARED_ROWS
 from coldstream.kvcache.cache import CacheSize, num_blocks_of
 from coldstream.models.read_spec import read_spec
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.plan_file import save_plan
 from coldstream.placement.run_plan import RunPlan
+from coldstream.placement.sizes import SHARE_WITH_PLACES
 from coldstream.planning import workers
 from coldstream.planning.gather import Sources, plan_model
 from coldstream.planning.planned import Planned
@@ -158,3 +161,20 @@ def test_the_cap_is_in_the_file_of_a_plan(tmp_path: Path) -> None:
     run = plan_of(path, ctx_size=64, vram=budget, prefetch=1).run
     save_plan(run, tmp_path / "my.plan")
     assert json.loads((tmp_path / "my.plan").read_text())["prefetch_bytes"] == run.prefetch_bytes > 0
+
+
+def test_places_that_are_expected_not_to_pay_take_no_room_from_steps_of_several_rows(tmp_path: Path) -> None:
+    path, budget = tiny(tmp_path, experts_used=2)
+    run = plan_of(path, ctx_size=64, vram=budget + 8 * MIB, prefetch=0).run
+    placement = run.placement
+    largest = max(placement.expert_bytes)
+    least = math.ceil(SHARE_WITH_PLACES * placement.model.num_experts * largest)
+    least = max(least, NUM_LAYERS * largest)  # so that it would have places
+    for ring_bytes, has_room in ((least, False), (4 * least, True)):
+        larger = replace(placement, ring_bytes=ring_bytes, budget_bytes=placement.budget_bytes + 4 * least)
+        tight = replace(run, placement=larger)
+        assert tight.shared_rows == MAX_SHARED_ROWS
+        later = workers._with_open_places(tight, is_paying=False)
+        assert later.shared_rows == MAX_SHARED_ROWS
+        assert (later.ahead, later.prefetch > 0) == (("later", True) if has_room else ("fixed", False))
+        assert workers._with_open_places(tight, is_paying=True).ahead == "first"

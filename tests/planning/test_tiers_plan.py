@@ -142,7 +142,7 @@ def test_a_plan_with_a_pool_is_given_back(
     assert (again.run, again.more_ram) == (first.run, first.more_ram)
     assert again.config == replace(first.config, threads=first.run.threads)
     assert plan(path, replace(given_, prefetch=0)).run == replace(
-        first.run, prefetch=0, prefetch_bytes=0, layers_ahead=0
+        first.run, prefetch=0, prefetch_bytes=0, layers_ahead=0, ahead="fixed"
     )
     with pytest.raises(ConfigError, match="is part of the plan"):
         replace(given_, ram=MIB)

@@ -272,6 +272,7 @@ def _print_places(run: RunPlan, *, is_dense: bool) -> None:
     if run.prefetch:
         taken = format_bytes(run.prefetch_bytes)
         what = f"  of that {taken} for {run.prefetch} a layer fetched {run.layers_ahead} layers ahead"
+        what += ", if steps show that it pays" if run.ahead == "later" else ""
         rows.append((what, "", ""))
     for size, count in plan.slots.items():
         if count:
@@ -332,7 +333,7 @@ def _described_misses(run: RunPlan) -> str:
     num_chosen = run.placement.model.num_experts_per_tok
     times = run.miss_times
     fetched: tuple[int, ...] = ()
-    if times is not None:
+    if times is not None and run.ahead != "later":
         fetches = times.by_fetches(num_chosen, GUESSED)[1:]
         fetched = tuple(min(each, run.prefetch) for each in fetches)
     if any(fetched):

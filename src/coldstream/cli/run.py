@@ -174,7 +174,7 @@ def _note_late(opened: OpenedModel, known: Collection[str]) -> None:
 def _note_shares(opened: OpenedModel) -> None:
     """Say how missing experts were divided in the end, if that followed what steps took."""
     experts = opened.runner.gpu_experts
-    if experts is not None and experts.shares is not None:
+    if experts is not None and experts.shares is not None and experts.shares.updates:
         note(describe_shares(experts.shares))
 
 

@@ -11,7 +11,7 @@ The router's launch, or one behind it, decides where each chosen expert is compu
 The whole step can be captured in a graph.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 
@@ -75,6 +75,9 @@ class DecodeExperts:
         if ring is not None and not device.planning:
             self._beside = streams.Stream()
         self._has_forked = False  # whether the current step has work on `_beside`
+        self._starts_ahead = ring is not None and ring.from_start
+        # Whether a step of one row uses the ring. The caller changes it between two launches.
+        self.is_copying = self._starts_ahead
 
     def connect(self) -> None:
         """Call once, after `PartialTables.connect`.
@@ -87,18 +90,31 @@ class DecodeExperts:
 
     def set_times(self, times: MissTimes) -> None:
         """Has all layers share out by these times. No step may be running."""
+        recall = GUESSED if self.num_places else None
+        words = times.words(recall, self.num_places if self._starts_ahead else 0)
         for table in (self.times, self.tried_times):
-            write(table, np.array(times.words(GUESSED if self.copies_ahead else None), np.int32))
+            write(table, np.array(words, np.int32))
 
     @property
-    def copies_ahead(self) -> bool:
-        """Whether experts of a single token are copied to the device before their router has run."""
-        return self.guesses(1)
+    def num_places(self) -> int:
+        """Of a layer's experts, to which they may be copied before their router has run."""
+        if self._ring is None or not self._tables.reads_any or not self._tables.can_look_ahead:
+            return 0
+        return self._ring.num_experts
+
+    @property
+    def starts_ahead(self) -> bool:
+        """Whether steps use these places from the start. Those of several rows do, or never do."""
+        return self._starts_ahead
 
     def guesses(self, num_rows: int) -> bool:
-        """Whether a step of `num_rows` rows guesses at later layers' experts."""
-        has_ring = self._ring is not None and self._tables.reads_any
-        return has_ring and num_rows <= MAX_GEMV_ROWS and self._tables.can_look_ahead
+        """Whether a step of `num_rows` rows guesses at experts that are copied ahead."""
+        is_copying = self.is_copying if num_rows == 1 else self._starts_ahead
+        return is_copying and num_rows <= MAX_GEMV_ROWS and self.num_places > 0
+
+    def form(self, num_rows: int) -> Hashable:
+        """What the launches of a step depend on besides its shape."""
+        return None if num_rows > 1 or self.is_copying == self._starts_ahead else self.is_copying
 
     def route(self, x: Activations, weights: RouterWeights, experts: ExpertWeights) -> Routing:
         """See `Executor`; `Routing.places` says where all experts are computed."""

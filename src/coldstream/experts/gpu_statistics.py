@@ -152,8 +152,9 @@ class MissShareStatistics:
     """How the missing experts of a token are divided now, by what the steps before took.
 
     updates: of the division. cpu_factor, bus_factor: how many times as long as the plan's times an expert
-    takes. by_bus: of 1, 2, … missing experts of a token, those that come over the bus. threads: of the CPU,
-    which compute the others.
+    takes. by_bus: of 1, 2, … missing experts of a token, those that the bus reads in place, if none is copied
+    ahead. threads: of the CPU, which compute the others. ahead: experts of a layer that are copied ahead at
+    most.
     """
 
     updates: int
@@ -161,6 +162,7 @@ class MissShareStatistics:
     bus_factor: float
     by_bus: tuple[int, ...]
     threads: int
+    ahead: int = 0
 
 
 def describe_parts(parts: dict[str, float]) -> str:

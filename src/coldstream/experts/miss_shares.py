@@ -7,6 +7,7 @@ many guessed experts are copied ahead follows what part of the guesses was right
 gives the same bits. Pure; `StampedShares` does the same on a device.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from coldstream.experts.bus_tilt import BusTilt
+from coldstream.experts.copies_ahead import CopiesAhead
 from coldstream.experts.cpu_threads import CpuThreads
 from coldstream.experts.decode import DecodeExperts
 from coldstream.experts.gpu_statistics import MissShareStatistics, StepSums
@@ -40,13 +42,14 @@ class Seen(NamedTuple):
     """What was stamped since the model was opened.
 
     cpu: float64 [3, layers], requests, pairs and seconds. sums, bus_pairs: see `StepTimes.of`. guesses: see
-    `GuessCounter.missing`.
+    `GuessCounter.missing`. misses: experts that had no slot.
     """
 
     cpu: Array
     sums: Array
     bus_pairs: Array
     guesses: tuple[int, int] = (0, 0)
+    misses: int = 0
 
 
 @dataclass
@@ -73,10 +76,10 @@ class MissShares:
     """Times of a missing expert, and a number of threads, moved by what steps of one row took."""
 
     def __init__(
-        self, times: MissTimes, most_threads: int, controls: Controls, *, copies_ahead: bool = False
+        self, times: MissTimes, most_threads: int, controls: Controls, ahead: CopiesAhead | None = None
     ) -> None:
-        """times: forecast. most_threads: of the CPU, with which it begins. copies_ahead: whether guessed
-        experts are copied to the device.
+        """times: forecast. most_threads: of the CPU, with which it begins. ahead: how many guessed experts
+        are copied to the device; None: there are no places for them.
         """
         self._forecast, self._controls = times, controls
         self._threads, self._contradiction = CpuThreads(most_threads), Contradiction()
@@ -84,8 +87,8 @@ class MissShares:
         self._balance = Balance(times.cpu[0], self._bus_ns)
         self._before: Seen | None = None
         self._totals, self._overhead, self._tilt = _Totals(), Overhead(), BusTilt()
-        self._num_updates = 0
-        self._recall = Recall(GUESSED) if copies_ahead else None
+        self._num_updates = self._num_layers = 0
+        self._ahead, self._recall = ahead, Recall(GUESSED)
         self._prompts = PromptPaces(times)
         self._words = self._words_now()
 
@@ -103,11 +106,11 @@ class MissShares:
         before, self._before = self._before, seen
         if before is None:
             return False
-        if self._recall is not None:
+        if self._ahead is not None:
             guessed, right = (now - then for now, then in zip(seen.guesses, before.guesses, strict=True))
             self._recall.learn(guessed, right)
         has_moved = self._learn_times(before, seen)
-        if has_moved or self._recall is not None:
+        if has_moved or self._ahead is not None:
             words, self._words = self._words, self._words_now()
             has_moved = has_moved or self._words != words
         return has_moved
@@ -128,11 +131,14 @@ class MissShares:
         return has_moved
 
     def _words_now(self) -> tuple[int, ...]:
-        return self.times.words(None if self._recall is None else self._recall.share)
+        if self._ahead is None:
+            return self.times.words()
+        return self.times.words(self._recall.share, self._ahead.count)
 
     def _learn_times(self, before: Seen, seen: Seen) -> bool:
         """Of `learn`."""
         steps = StepSums.of(seen.sums - before.sums, seen.bus_pairs - before.bus_pairs)
+        self._num_layers = len(seen.sums)
         if steps.steps != STEPS_OF_AN_UPDATE:
             return False
         requests, pairs, seconds = seen.cpu - before.cpu
@@ -142,16 +148,30 @@ class MissShares:
         self._overhead.learn(requests, pairs, seconds)
         self._contradiction.learn(cpu, bus, self._overhead.units)
         overhead = self._overhead.units
+        if self._ahead is not None:
+            self._learn_ahead(self._ahead, steps, (seen.misses - before.misses) / steps.steps)
         # Of several controllers that try something, only one does at a time.
-        if self._is_moving(self._controls.threads) and not self._tilt.is_trying:
+        is_ahead_trying = self._ahead is not None and self._ahead.is_trying
+        if self._is_moving(self._controls.threads) and not self._tilt.is_trying and not is_ahead_trying:
             self._threads.learn(cpu.whole(overhead), bus)
         if not self._is_moving(self._controls.shares):
             return False
         self._balance.learn(_typical(pairs + overhead * requests, 1e9 * seconds), bus)
-        if not self._threads.is_trying and cpu.units + bus.units > 0:
+        if not self._threads.is_trying and not is_ahead_trying and cpu.units + bus.units > 0:
             self._tilt.learn(steps.experts_s / (cpu.units + bus.units))
         self._num_updates += 1
         return True
+
+    def _learn_ahead(self, ahead: CopiesAhead, steps: StepSums, misses: float) -> None:
+        """misses: of a step."""
+        step_s = steps.seconds / steps.steps
+        missing_s = step_s - self._num_layers * self._forecast.layer / 1e9
+        if misses <= 0 or step_s <= 0:
+            return
+        most = min(MAX_RANKS, math.ceil(2 * misses / self._num_layers))
+        useful = max(self.times.by_fetches(most, self._recall.share))
+        may_try = not self._threads.is_trying and not self._tilt.is_trying
+        ahead.learn(missing_s / misses, missing_s / step_s, useful, may_try=may_try)
 
     def _is_moving(self, moves: Moves) -> bool:
         return moves is Moves.ALWAYS or (moves is Moves.IF_CONTRADICTED and self._contradiction.is_there)
@@ -170,6 +190,11 @@ class MissShares:
     def num_threads(self) -> int:
         """Of the CPU, for the next steps of one row."""
         return self._threads.count
+
+    @property
+    def copies_ahead(self) -> bool:
+        """Whether guessed experts are copied to the device in the next steps of one row."""
+        return self._ahead is not None and self._ahead.count > 0
 
     @property
     def times(self) -> MissTimes:
@@ -197,11 +222,13 @@ class MissShares:
 
     def statistics(self, num_ranks: int) -> MissShareStatistics | None:
         """num_ranks: experts of a token. None as long as nothing moves."""
-        if not any(map(self._is_moving, (self._controls.shares, self._controls.threads))):
+        is_moving = any(map(self._is_moving, (self._controls.shares, self._controls.threads)))
+        if not is_moving and self._ahead is None:
             return None
         cpu, bus = self._balance.factors
         by_bus = self.times.by_misses(num_ranks)[1:]
-        return MissShareStatistics(self._num_updates, cpu, bus, by_bus, self._threads.count)
+        ahead = self._ahead.best if self._ahead else 0
+        return MissShareStatistics(self._num_updates, cpu, bus, by_bus, self._threads.count, ahead)
 
 
 def _typical(units: Array, seconds: Array) -> Work:
@@ -253,7 +280,9 @@ class StampedShares:
         expected: Callable[[], Sequence[tuple[int, int, int]]],
         num_layers: int,
         guesses: GuessCounter | None = None,
+        misses: Callable[[], int] = lambda: 0,
     ) -> None:
+        self._misses = misses
         self._work, self._num_layers, self._shares, self._guesses = work, num_layers, shares, guesses
         self._expected = expected
         self._before: PromptStep | None = None  # the next step, if it is a prompt
@@ -297,7 +326,7 @@ class StampedShares:
         sums, bus_pairs = parse_stamps(step.stamps[: self._num_layers])
         work = np.array(self._work(), np.float64).T
         guesses = self._guesses.missing if self._guesses else (0, 0)
-        seen = Seen(work, sums.copy(), bus_pairs.copy(), guesses)
+        seen = Seen(work, sums.copy(), bus_pairs.copy(), guesses, self._misses())
         self._seen.append((seen, step.is_first))
 
     def learn(self) -> None:
@@ -321,6 +350,11 @@ class StampedShares:
     def num_threads(self) -> int:
         """See `MissShares`."""
         return self._shares.num_threads
+
+    @property
+    def copies_ahead(self) -> bool:
+        """See `MissShares`."""
+        return self._shares.copies_ahead
 
     def statistics(self, num_ranks: int) -> MissShareStatistics | None:
         """See `MissShares`."""

@@ -10,7 +10,9 @@ import numpy as np
 
 from coldstream.errors import OutOfMemoryError
 from coldstream.experts.chosen_experts import ExpertIds
+from coldstream.experts.copies_ahead import CopiesAhead
 from coldstream.experts.cpu.disk_tier import DiskStatistics, Progress
+from coldstream.experts.decode import DecodeExperts
 from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.expert_map import ExpertMap
 from coldstream.experts.gpu_statistics import (
@@ -35,7 +37,7 @@ from coldstream.kernels.experts.executor import ModelExecutor
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.split import MissTimes
 from coldstream.kernels.experts.stamps import read_stamps
-from coldstream.placement.controls import Controls
+from coldstream.placement.controls import Controls, Moves
 from coldstream.placement.policies import DecayedFrequency, Policy
 from coldstream.placement.run_file import Observed
 from coldstream.placement.run_plan import RunPlan
@@ -204,13 +206,26 @@ class PartialExperts:
             self._shares = None
         elif executor.tables.is_readable:
             decode, num_layers = executor.decode, len(executor.tables.layers)
-            shares = MissShares(
-                times, self.host.ops.threads, self._controls, copies_ahead=decode.copies_ahead
-            )
-            server = self.host.server
+            shares = MissShares(times, self.host.ops.threads, self._controls, self._copies_ahead(decode))
+            server, counters = self.host.server, self._residency.cache.counters
             self._shares = StampedShares(
-                decode, shares, server.work, server.expected, num_layers, self._guesses
+                decode,
+                shares,
+                server.work,
+                server.expected,
+                num_layers,
+                self._guesses,
+                lambda: int(counters.misses.sum()),
             )
+
+    def _copies_ahead(self, decode: DecodeExperts) -> CopiesAhead | None:
+        """How many of a token's experts are copied ahead, within what the plan leaves open."""
+        most = decode.num_places
+        if not most:
+            return None
+        first = most if decode.starts_ahead else 0
+        is_open = self._plan.ahead != "fixed" and self._controls.ahead is not Moves.NEVER
+        return CopiesAhead(0, most, first) if is_open else CopiesAhead(first, first, first)
 
     def set_times(self, times: MissTimes) -> None:
         """Has missing experts divided by these times, and no longer by the plan's or what steps took. If
@@ -331,6 +346,8 @@ class PartialExperts:
         if self._residency is not None:
             self._residency.start_step()
         self.host.use_threads(self._shares.num_threads if self._shares and rows == 1 else None)
+        if self._shares is not None and self._executor is not None:
+            self._executor.decode.is_copying = self._shares.copies_ahead
         if rows <= self.shared_rows:
             if self._has_streamed and self._stream is not None:
                 self._stream.settle()  # experts of a decode step are copied into the same ring
@@ -349,6 +366,11 @@ class PartialExperts:
         """What the launches of the last step depend on, besides its shape, if the host shares it out."""
         assert self._stream is not None, "a ring is there from the first long step on"
         return self._stream.form
+
+    @property
+    def decode_form(self) -> Hashable:
+        """The same if the device shares it out."""
+        return None if self._executor is None else self._executor.decode.form(self._rows)
 
     def launched(self) -> None:
         """Call right after the launch. Raises DeviceError if an expert could not be copied."""

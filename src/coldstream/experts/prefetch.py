@@ -4,7 +4,7 @@ The device's part is in `prefetch_ring.py`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
 import numpy as np
@@ -26,13 +26,14 @@ LAYERS_AHEAD: Final = 2
 class Prefetching:
     """How many layers ahead experts are guessed, and how many of a layer are fetched at most.
 
-    Places for fetched experts take no more than `cap_bytes`. Creation raises ValueError for numbers out of
-    range.
+    Places for fetched experts take no more than `cap_bytes`. from_start: whether decoding begins with that,
+    or without until steps show that it pays. Creation raises ValueError for numbers out of range.
     """
 
     distance: int
     experts: int
     cap_bytes: int | None = None  # None: all of the ring
+    from_start: bool = True
 
     def __post_init__(self) -> None:
         if self.distance < 1 or not 1 <= self.experts <= MAX_PREFETCHED:
@@ -41,9 +42,9 @@ class Prefetching:
             raise ValueError(f"{self}: a cap below 0 bytes")
 
     @classmethod
-    def planned(cls, distance: int, experts: int, cap_bytes: int) -> Self | None:
+    def planned(cls, distance: int, experts: int, cap_bytes: int, *, from_start: bool = True) -> Self | None:
         """The prefetching of a plan with these numbers. None if the plan fetches no experts."""
-        return cls(distance, experts, cap_bytes) if experts else None
+        return cls(distance, experts, cap_bytes, from_start) if experts else None
 
     @property
     def num_layers(self) -> int:
@@ -59,7 +60,7 @@ class Prefetching:
         least = self.num_layers * max(1, expert_bytes)
         room = num_bytes if self.cap_bytes is None else min(num_bytes, self.cap_bytes)
         experts = min(self.experts, room // least)
-        return Prefetching(self.distance, experts, experts * least) if experts else None
+        return replace(self, experts=experts, cap_bytes=experts * least) if experts else None
 
 
 @dataclass(frozen=True)

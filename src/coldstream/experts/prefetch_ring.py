@@ -39,6 +39,7 @@ class PrefetchRing:
         self, prefetching: Prefetching, data: DeviceArray, zeros: AllocateZeros, num_layers: int
     ) -> None:
         self.distance, self.num_experts = prefetching.distance, prefetching.experts
+        self.from_start = prefetching.from_start
         self._depth = prefetching.num_layers
         self._data = data[: prefetching.cap_bytes]
         self._place_bytes = len(self._data) // (self._depth * self.num_experts) // ALIGNMENT * ALIGNMENT

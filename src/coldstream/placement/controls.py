@@ -21,14 +21,18 @@ class Moves(Enum):
 @dataclass(frozen=True)
 class Controls:
     """shares: of the experts that a GPU lacks, between the CPU and the bus. threads: how many threads of the
-    CPU compute those of a token.
+    CPU compute those of a token. ahead: how many of them are copied ahead, where the plan leaves that open.
     """
 
     shares: Moves = Moves.NEVER
     threads: Moves = Moves.NEVER
+    ahead: Moves = Moves.NEVER
 
     @classmethod
     def of(cls, hardware: Hardware) -> Self:
-        """All from the beginning, if what it is planned by was assumed or measured beside other programs."""
+        """All from the beginning, if what it is planned by was assumed or measured beside other programs.
+
+        Copies ahead move in any case: no rate says well enough what they take from the CPU.
+        """
         when = Moves.ALWAYS if hardware.has_doubtful_rates else Moves.IF_CONTRADICTED
-        return cls(when, when)
+        return cls(when, when, Moves.ALWAYS)

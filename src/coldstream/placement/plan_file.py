@@ -28,7 +28,7 @@ from coldstream.placement.run_plan import COUNTS, RunPlan
 from coldstream.placement.sizes import ModelSizes
 
 FORMAT: Final = "coldstream plan"
-VERSION: Final = 13
+VERSION: Final = 14
 MAX_BYTES: Final = 1 << 24
 _NO_USES: Final = "uses are not lists of numbers"
 _AGAIN: Final = "make it again with `coldstream plan --out`"
@@ -125,6 +125,7 @@ def _plan(document: dict[str, Any]) -> RunPlan:
         miss_times=None if document["miss_times"] is None else _miss_times(document["miss_times"]),
         attention_window=window,
         spec_type=document["spec_type"],
+        ahead=document["ahead"],
         pool=None if document["pool"] is None else _pool(document["pool"]),
         **{name: document[name] for name in COUNTS},
     )

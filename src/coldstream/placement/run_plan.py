@@ -29,6 +29,9 @@ COUNTS: Final = (
     "prompt_cache_bytes",
 )
 SPEC_TYPES: Final = ("none", "mtp", "dflash", "ngram")
+# Whether a token's experts are fetched before their router has run, where there are places: always; at first;
+# or not at first. What steps take says it later.
+AHEAD: Final = ("fixed", "first", "later")
 
 
 _MAX_ROWS: Final = 2**16 - 1  # in a request to the CPU
@@ -47,6 +50,7 @@ class RunPlan:
     prefetch: int = 0  # experts of a layer that the GPU fetches before its router has run, at most
     prefetch_bytes: int = 0  # most of the ring that their places take; prefill uses all of it
     layers_ahead: int = 0  # layers between the router that guesses experts and their own
+    ahead: str = "fixed"  # of AHEAD
     max_cpu_rows: int = 0  # most tokens of a prefill step in which the CPU computes missing experts
     copy_bytes_per_step: int = 0  # most bytes of experts that begin to be copied into slots beside a step
     attention_window: int | None = None  # positions that a token attends to, its own included; None: all
@@ -67,6 +71,8 @@ class RunPlan:
         for name in ("prefetch_bytes", "layers_ahead"):
             if self.prefetch and not getattr(self, name):
                 raise ValueError(f"{name}: none for {self.prefetch} experts of a layer")
+        if self.ahead not in AHEAD:
+            raise ValueError(f"ahead: {self.ahead!r} is none of {', '.join(AHEAD)}")
         most = min(self.placement.fixed.chunk_size, _MAX_ROWS)
         if self.max_cpu_rows > most:
             raise ValueError(f"max_cpu_rows: {self.max_cpu_rows}, a step asks the CPU for at most {most}")

@@ -323,7 +323,7 @@ def _followed(config: EngineConfig, facts: Facts, given: RunPlan, options: PlanO
     if config.prefetch == "auto":
         run = with_places(run, given.prefetch, given.prefetch_bytes, f"{name}: prefetch")
     else:
-        run = with_places(run, config.prefetch, placement.ring_bytes, "--prefetch")
+        run = replace(with_places(run, config.prefetch, placement.ring_bytes, "--prefetch"), ahead="fixed")
     if placement.tier == "ram":
         needs = _Chooser(facts, options, given.prompt_cache_bytes).ram_needs(stated)
         try:  # other threads or another version may need more than when the plan was made

@@ -3,7 +3,7 @@
 Pure. The last part of a choice: what lies where is known by then.
 """
 
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 from coldstream.errors import ConfigError
 from coldstream.experts.prefetch import LAYERS_AHEAD, Prefetching
@@ -50,15 +50,26 @@ def with_workers(run: RunPlan, config: EngineConfig, facts: Facts, ram: int) -> 
     if facts.locked_share(placement, run.pool) > 0:  # else nothing comes over the bus, ahead neither
         run = replace(run, miss_times=miss_times_of(facts.model.on_gpu, rates))
         if config.prefetch == "auto":
-            count = _paying_prefetch(run, facts, rates)
+            return _with_open_places(run, is_paying=_is_prefetch_paying(run, facts, rates))
     return with_places(run, count, placement.ring_bytes, source)
 
 
-def _paying_prefetch(run: RunPlan, facts: Facts, rates: Rates) -> int:
-    """Experts of a layer to fetch ahead, where that saves time."""
+def _is_prefetch_paying(run: RunPlan, facts: Facts, rates: Rates) -> bool:
+    """Whether fetching experts ahead is expected to save time."""
     sizes = with_kv_type(facts.model.on_gpu, facts.model.spec, run.placement.fixed.kv_type)
     known = Known(sizes, rates, hit_curve(facts.trace, run.placement))
-    return PREFETCHED if prefetch_gain(sizes, rates, hit_rates_of(run.placement, known)) > 0 else 0
+    return prefetch_gain(sizes, rates, hit_rates_of(run.placement, known)) > 0
+
+
+def _with_open_places(run: RunPlan, *, is_paying: bool) -> RunPlan:
+    """`run` with places for prefetched experts, of which steps will say whether they are used.
+
+    If they are expected not to pay, they may not take the room in which steps of several rows share out.
+    """
+    found = with_places(run, PREFETCHED, run.placement.ring_bytes, None)
+    if found.prefetch == 0 or (not is_paying and found.shared_rows < run.shared_rows):
+        return run
+    return replace(found, ahead="first" if is_paying else "later")
 
 
 def _with_layers(run: RunPlan, config: EngineConfig, facts: Facts, ram: int) -> RunPlan:
@@ -123,5 +134,7 @@ def with_places(run: RunPlan, count: int, cap_bytes: int, source: str | None) ->
             f"{source} {count}: places for an expert of each of {wanted.num_layers} layers take {least} "
             f"bytes, and the cap in the ring is {cap_bytes}: choose --prefetch 0, or a larger --vram"
         )
-    ahead, experts, num_bytes = astuple(fitting) if fitting else (0, 0, 0)
-    return replace(run, prefetch=experts, prefetch_bytes=num_bytes, layers_ahead=ahead)
+    if fitting is None:
+        return replace(run, prefetch=0, prefetch_bytes=0, layers_ahead=0)
+    num_bytes = fitting.cap_bytes or 0
+    return replace(run, prefetch=fitting.experts, prefetch_bytes=num_bytes, layers_ahead=fitting.distance)

@@ -98,3 +98,35 @@ def test_copies_ahead_follow_the_recall_of_guesses_at_missing_experts(path: Path
         assert 0 < right < guessed < int(partial._guesses.guessed.sum())
         assert recall.share == pytest.approx(right / guessed, abs=0.25)
         assert recall.share != GUESSED
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("from_start", [True, False])
+def test_copies_ahead_may_begin_and_end_between_any_two_tokens(path: Path, from_start: bool) -> None:
+    """The step's launches are others then. No token changes, and nothing is copied while none may be."""
+    tokens = token_ids(TOKENS)
+    with open_partly(path, 0.3, streamed=0.5) as plain:
+        expected = [plain.decode(token) for token in tokens]
+    prefetching = Prefetching(1, 2, from_start=from_start)
+    with open_partly(path, 0.3, streamed=0.5, prefetching=prefetching) as runner:
+        runner.runner.control(Controls(ahead=Moves.ALWAYS))
+        partial, fetched = runner.runner._partial, [0]
+        assert partial is not None
+        assert partial._shares is not None
+        ahead = partial._shares._shares._ahead
+        assert ahead is not None
+        assert (ahead.count > 0) == from_start
+        ahead.learn = lambda *_, **__: None
+        for number, token in enumerate(tokens):
+            ahead.count = 2 if number // 4 % 2 == from_start else 0
+            assert np.array_equal(runner.decode(token), expected[number]), number
+            assert runner.gpu_experts is not None
+            assert runner.gpu_experts.prefetch is not None
+            fetched.append(sum(runner.gpu_experts.prefetch.fetched))
+        copied = np.diff(fetched).reshape(-1, 4).sum(axis=1) > 0
+        # What a step has copied is counted when the next one empties the places.
+        ends = np.flatnonzero([number % 2 == from_start for number in range(len(copied))])
+        assert not copied[[each for each in range(len(copied)) if each not in {*ends, *(ends + 1)}]].any()
+        assert copied.any()
+        forms = {key[1] for key in runner.runner._steps._graphs}
+        assert len(forms) == 2

@@ -160,17 +160,18 @@ class MissTimes:
             int(self._shared(misses - fetched, fetched)[0]) for misses, fetched in enumerate(fetches)
         )
 
-    def words(self, recall: float | None = None) -> tuple[int, ...]:
+    def words(self, recall: float | None = None, most: int = MAX_RANKS) -> tuple[int, ...]:
         """As `MissTimes` of partition.cuh has them.
 
-        recall: of guessed experts that are copied to the device, see `by_fetches`; None: none is copied. If
-        any is, the bus reads none in place in a step of one row, as it would take as much from the copies.
+        recall: of guessed experts that are copied to the device, see `by_fetches`; None: none is copied.
+        most: of a layer's experts that are copied in a step of one row. If any is, the bus reads none in
+        place there, as it would take as much from the copies.
         """
         times = self.bus, self.answer, self._ahead, self.bus_left, self.cpu_left
         none = (0,) * (MAX_RANKS + 1)
         fetches, shared_fetches = none, none
         if recall is not None:
-            fetches = self.by_fetches(MAX_RANKS, recall)
+            fetches = tuple(min(each, most) for each in self.by_fetches(MAX_RANKS, recall))
             shared_fetches = self.by_shared_fetches(MAX_RANKS, recall)
         in_place = none if any(fetches) else self.by_misses(MAX_RANKS)
         shared = *shared_fetches, *self.by_shared_cpu(shared_fetches)

@@ -69,7 +69,9 @@ class Limits:
             is_dense=not spec.is_moe,
             whole_layers=frozenset(spec.placed_layers[layer] for layer in pinned),
             ring_bytes=placement.ring_bytes,
-            prefetching=Prefetching.planned(plan.layers_ahead, plan.prefetch, plan.prefetch_bytes),
+            prefetching=Prefetching.planned(
+                plan.layers_ahead, plan.prefetch, plan.prefetch_bytes, from_start=plan.ahead != "later"
+            ),
             shared_rows=plan.shared_rows,
         )
 

@@ -1,6 +1,6 @@
 """Runs a model on one GPU. Steps of up to a few thousand rows are captured as CUDA graphs."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -408,7 +408,10 @@ class CudaRunner(ModelRunner):
             outputs.logits = self._computed_logits(shape)
         elif self.limits.is_captured(shape.num_rows):
             outputs.hidden = self._steps.run(
-                ("hidden", shape), lambda: self._loaded.kept_step(shape), lambda kept: kept, self._make_room
+                self._key("hidden", shape),
+                lambda: self._loaded.kept_step(shape),
+                lambda kept: kept,
+                self._make_room,
             )
         else:
             outputs.hidden = self._shared_out_by_host(shape)
@@ -424,9 +427,14 @@ class CudaRunner(ModelRunner):
     def _computed_logits(self, shape: StepShape) -> Any:
         """Logits [rows, vocab] after each row of the inputs that have been written."""
         logits: Any = self._steps.run(
-            ("logits", shape), lambda: self._loaded.logits(shape), unowned, self._make_room
+            self._key("logits", shape), lambda: self._loaded.logits(shape), unowned, self._make_room
         )
         return logits
+
+    def _key(self, what: str, shape: StepShape) -> tuple[str, Hashable]:
+        """Of a step that is captured."""
+        form = self._partial_experts.decode_form if self._partial_experts else None
+        return what, shape if form is None else (shape, form)
 
     def _shared_out_by_host(self, shape: StepShape) -> Activations:
         """Hidden states of a step too long for a captured graph."""
