@@ -29,17 +29,18 @@ MACHINE = Hardware("a CPU", ("avx2",), 4, 4, 2**35, 2**33, read_bytes_per_s=1e10
 
 
 class Servers:
-    """Servers of experts that look for requests only when there is one.
+    """Servers of a kind that look for requests only when there is one.
 
     The product's look for them as long as a step takes. That is a hundred times longer here, and would take a
     core from the device and from other tests.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
         self._all: weakref.WeakSet[ServerOnDemand] = weakref.WeakSet()
 
     def make(self, *arguments: Any, **options: Any) -> "ServerOnDemand":
-        server = ServerOnDemand(*arguments, **options)
+        server = ServerOnDemand(self._kind(*arguments, **options), *arguments[1:3])
         self._all.add(server)
         return server
 
@@ -51,10 +52,8 @@ class Servers:
 class ServerOnDemand:
     """Whatever it lacks is the server's."""
 
-    _make = _csrc.ExpertServer
-
-    def __init__(self, runtime: _csrc.Runtime, request: Any, done: Any, *memory: Any, **options: Any) -> None:
-        self._server = self._make(runtime, request, done, *memory, **options)
+    def __init__(self, server: Any, request: Any, done: Any) -> None:
+        self._server = server
         self._request, self._done = request, done
         self._is_looking = False
 
@@ -79,15 +78,21 @@ class ServerOnDemand:
 @contextmanager
 def gpu_on(device: HostDevice) -> Iterator[HostStream]:
     """Inside, `CudaRunner` finds a GPU: the host, with the kernels of `device`, and this stream."""
-    servers = Servers()
+    servers = [(name, Servers(getattr(_csrc, name))) for name in ("ExpertServer", "NgramServer")]
+
+    def look() -> None:
+        for _, of_kind in servers:
+            of_kind.look()
+
     found = Driver(MIN_CUDA, 0, (DriverDevice("the host", CAPABILITY, TOTAL_BYTES),))
 
     with device.installed(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_device, "find_driver", lambda: found)
         # Threads of the host compute what kernels wait for.
         patch.setattr(device, "keeps_time", True)
-        patch.setattr(_csrc, "ExpertServer", servers.make)
-        patch.setattr(device, "before_launch", servers.look)
+        for name, of_kind in servers:
+            patch.setattr(_csrc, name, of_kind.make)
+        patch.setattr(device, "before_launch", look)
         # Counts of another test's model may not be kept for this one's.
         patch.setattr(kept_counts, "directory_of", lambda kept: None)
         # Kernels are compiled when they are first launched.

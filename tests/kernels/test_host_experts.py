@@ -131,5 +131,5 @@ def test_a_wait_ends_with_the_answer_or_in_vain(is_answered: bool, host: HostDev
     """After a minute of the device's clock, which goes on with every look, the mailbox says so."""
     box = Mailbox.planned(1, 1, 1)
     box.done.numpy()[0] = int(is_answered)
-    wait_answer_cuda(box)
+    wait_answer_cuda(box.done)
     assert box.done.numpy().tolist() == ([1, 0] if is_answered else [0, 1])

@@ -23,10 +23,10 @@ from coldstream.kernels.experts.gpu_rates import (
     measure_step_rates,
 )
 from coldstream.kernels.experts.step_rates import StepRates
-from host_gpu import ServerOnDemand
 
 SHAPE = LayerShape(256, 256, num_experts=16, cpu_experts=16, num_layers=2, bus_layers=2, prompt_rows=65)
 RAM_BYTES = 2**30
+EXPERT_SERVER = _csrc.ExpertServer
 
 
 @pytest.mark.usefixtures("gpu")
@@ -43,7 +43,7 @@ def test_what_is_measured_runs_and_all_memory_is_given_back(monkeypatch: pytest.
     before = calls.free_memory()
     # Requests come from the host, which launches nothing for them. Undone before the fixture's own patch is.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_csrc, "ExpertServer", ServerOnDemand._make)
+        patch.setattr(_csrc, "ExpertServer", EXPERT_SERVER)
         rates = measure_step_rates(2, RAM_BYTES, SHAPE)
     assert {*gpu_rates._OF_ONE_ROW} < launched
     product = {program.source.name for program, _ in launched - {*gpu_rates._OF_ONE_ROW}}

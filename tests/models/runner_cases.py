@@ -90,15 +90,10 @@ VARIANTS = {
             "types": {"*_up.weight": "BF16", "*_inject.weight": "Q8_0"},
         },
     ),
-}
-# With what a GPU has no kernels for.
-CPU_VARIANTS = {
-    **VARIANTS,
     "qwen4exp-ngrams": ("qwen4exp", {"ngrams": True, "types": {**MIX, "per_layer_*": "IQ4_NL"}}),
 }
 # A model of each architecture with experts.
-FAMILIES = ("moe", "qwen3moe", "qwen3next", "qwen4exp", "laguna", "gpt-oss", "gemma4")
-CPU_FAMILIES = (*FAMILIES, "qwen4exp-ngrams")
+FAMILIES = ("moe", "qwen3moe", "qwen3next", "qwen4exp", "qwen4exp-ngrams", "laguna", "gpt-oss", "gemma4")
 # Architectures whose layers differ, each with the types of cache that tests over several take it with.
 MIXED_LAYERS = [
     ("qwen35moe", "i16"),
@@ -119,8 +114,8 @@ MIXED_LAYERS_OF_A_GPU = [
 
 
 def write_variant(folder: Path, name: str) -> Path:
-    """The model of `CPU_VARIANTS` with that name."""
-    arch, options = CPU_VARIANTS[name]
+    """The model of `VARIANTS` with that name."""
+    arch, options = VARIANTS[name]
     path = folder / f"{name}.gguf"
     write_gguf(path, arch, **options)  # type: ignore[arg-type]
     return path
@@ -128,8 +123,9 @@ def write_variant(folder: Path, name: str) -> Path:
 
 def write_mixed_layers(folder: Path, arch: str) -> Path:
     """A model of one layer of each kind that `arch` has, and of several types of weights."""
-    path = folder / f"{arch}.gguf"
-    write_gguf(path, arch, types=MIX, dims=Dims(layers=2, interval=2))
+    path, has_ngrams = folder / f"{arch}.gguf", arch == "qwen4exp"
+    count = 2 + has_ngrams  # which do not enter the first layer, nor one that attends
+    write_gguf(path, arch, types=MIX, dims=Dims(layers=count, interval=count), ngrams=has_ngrams)
     return path
 
 

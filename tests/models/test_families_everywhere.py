@@ -14,7 +14,8 @@ from coldstream.kvcache import Batch, CacheSize, Segment
 from dflash_cases import for_target, random_tensors, spec_of, write_converted
 from ram_budgets import least_ram
 
-FAMILIES = ("laguna", "gpt-oss", "gemma4")
+FAMILIES = ("laguna", "gpt-oss", "gemma4", "qwen4exp")
+OPTIONS = {"qwen4exp": {"ngrams": True}}
 TYPES = {"*_exps.weight": "Q4_K", "*.ffn_down_exps.weight": "Q6_K"}
 DIMS = Dims(experts=32, experts_used=4)
 # Beside others, rows at the same position, and rows whose windows of five begin behind a fork.
@@ -26,7 +27,14 @@ SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=20, ignore_eos=True
 @pytest.fixture(scope="module", params=FAMILIES)
 def path(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     path = tmp_path_factory.mktemp("models") / "model.gguf"
-    return write_gguf(path, request.param, types=TYPES, dims=DIMS)[0]
+    return write_family(path, request.param, DIMS)
+
+
+def write_family(path: Path, family: str, dims: Dims) -> Path:
+    """Whose texts are too short for what only long ones need."""
+    model = make_model(family, types=TYPES, dims=dims, **OPTIONS.get(family, {}))
+    model.metadata[f"{family}.context_length"] = 2000
+    return write_model(path, model)[0]
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +133,10 @@ def test_trees_on_a_gpu_with_half_of_the_experts(family: str, tmp_path: Path) ->
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_gpu_with_half_of_the_experts(family: str, tmp_path: Path) -> None:
-    """The dense layer of Laguna has none to place."""
-    dims = Dims(layers=3, experts=8, experts_used=3)
-    (path,) = write_gguf(tmp_path / "model.gguf", family, types=TYPES, dims=dims)
+    """The dense layer of Laguna has none to place. Of qwen4exp, n-grams enter the layer that is not first."""
+    path = write_family(
+        tmp_path / "model.gguf", family, Dims(layers=3, interval=3, experts=8, experts_used=3)
+    )
     with (
         open_cpu(path, threads=1, context_length=256) as plain,
         open_partly(path, 0.5, streamed=0.5) as runner,

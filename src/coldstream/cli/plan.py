@@ -284,6 +284,8 @@ def _print_places(run: RunPlan, *, is_dense: bool) -> None:
         rows.append((_PART_NAMES["prompt_cache"], "RAM", format_bytes(run.prompt_cache_bytes)))
     if plan.fixed.host_tables and run.pool is None:
         rows.append(("embedding", "RAM", format_bytes(plan.fixed.host_tables)))
+    if plan.fixed.host_ngrams and run.pool is None:
+        rows.append(("n-grams in use, of a table on the disk", "RAM", format_bytes(plan.fixed.host_ngrams)))
     if run.pool is not None:
         rows += _rows_of_pool(plan, run.pool)
     elif num_cold := plan.num_all - plan.num_resident:
@@ -294,7 +296,7 @@ def _print_places(run: RunPlan, *, is_dense: bool) -> None:
 def _rows_of_pool(plan: PlacementPlan, pool: PoolPlan) -> list[tuple[str, str, str]]:
     """What is in RAM beside a GPU, and on the disk."""
     names = {
-        "buffers": "requests to the CPU, experts on their way, embedding",
+        "buffers": "requests to the CPU, experts on their way, embedding, n-grams",
         "workspace": "workspace of the CPU's threads",
         "reserve": "reserve of the driver and the program",
         "prompt_cache": _PART_NAMES["prompt_cache"],

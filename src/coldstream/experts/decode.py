@@ -220,6 +220,6 @@ class DecodeExperts:
         routed, shared = self._kernels.outputs(x, routing.ids, replace(weights, gate=gate, up=up, down=down))
         box = self._mailbox
         if len(routing.ids) > MAX_MAILBOX_ROWS:
-            self._device.launch(wait_answer_cuda, box)
+            self._device.launch(wait_answer_cuda, box.done)
         elsewhere = RowsElsewhere(places.cpu_ids, box.out[: len(routing.ids)], box.done, places.stamps)
         return ExpertOutputs(routed, shared, routing, elsewhere, bias=weights.down_bias)

@@ -312,7 +312,7 @@ class ExpertStream:
         if not self._with_cpu:
             return None
         tokens = len(places) - 2
-        wait_answer_cuda(self._host.bulk)
+        wait_answer_cuda(self._host.bulk.done)
         return RowsElsewhere(places[:tokens], self._host.bulk.out[:tokens], places[tokens:].reshape(-1)[:2])
 
     def _num_on_cpu(self, layer: int, tokens: int, rows: Array) -> int:

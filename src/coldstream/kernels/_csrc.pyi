@@ -448,6 +448,27 @@ def choose_tokens(choices: Sequence[TokenChoice]) -> None:
     Chooses the token of each row, as decoding.sampling defines it. ValueError for rows of different vocabularies.
     """
 
+class NgramServer:
+    """
+    A thread that reads rows of a table when asked through words in memory.
+    """
+
+    def __init__(self, runtime: Runtime, request: Annotated[NDArray[numpy.uint32], dict(shape=(1), order='C', device='cpu')], done: Annotated[NDArray[numpy.uint32], dict(shape=(1), order='C', device='cpu')], ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')], table: NgramTable) -> None:
+        """
+        Over int32 ids [T, heads], -1 for none, and float32 out [T, heads · columns], which are kept. A client zeroes `done`, then stores its rows to `request`; `done` becomes 1. `runtime` has the threads that read for a prompt.
+        """
+
+    def begin(self) -> None:
+        """Looks for requests from now on."""
+
+    def end(self) -> None:
+        """Pauses: no request comes before the next `begin`."""
+
+    def check(self) -> None:
+        """
+        Raises the first error of a request since the last call: ValueError, GenerationFault.
+        """
+
 class ExpertServer:
     """
     Threads that compute routed experts when asked through words in memory.

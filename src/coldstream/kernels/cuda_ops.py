@@ -29,7 +29,6 @@ from coldstream.kernels.cuda.contents import write
 from coldstream.kernels.cuda.copy_values import copy_values_cuda
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.memory import Memory
-from coldstream.kernels.cuda.products import CudaProducts
 from coldstream.kernels.embed.cuda import embed_cuda
 from coldstream.kernels.experts.executor import (
     Executor,
@@ -49,7 +48,7 @@ from coldstream.kernels.gated_delta_net.cuda import (
 )
 from coldstream.kernels.hyper_connections.cuda import inject_norm_cuda, mix_streams_cuda, scaled_silu_cuda
 from coldstream.kernels.linear.add_bias import add_bias_cuda
-from coldstream.kernels.ngram.missing import NoNgrams
+from coldstream.kernels.ngram.cuda_ops import CudaNgrams
 from coldstream.kernels.ops import (
     AttentionHeads,
     AttentionInputs,
@@ -85,8 +84,8 @@ MAX_NORMED_ROWS = 2
 MOST_THREADS = 8  # for the table of angles
 
 
-class CudaOps(NoNgrams, CudaProducts):
-    """`Ops` on the current CUDA device, over tensors of `memory`, see `CudaProducts`.
+class CudaOps(CudaNgrams):
+    """`Ops` on the current CUDA device, over tensors of `memory`, see `CudaProducts` and `CudaNgrams`.
 
     max_positions bounds the positions that `rope_angles` is asked for, max_rows the rows of a step.
     make_executor makes the executor that decides where stacks of experts lie, and computes them unless `own`
@@ -104,8 +103,7 @@ class CudaOps(NoNgrams, CudaProducts):
         notes_kernels: bool = False,
         has_host_tables: bool = False,
     ) -> None:
-        super().__init__(memory, notes_kernels=notes_kernels, has_host_tables=has_host_tables)
-        self._max_rows = max_rows
+        super().__init__(memory, max_rows, notes_kernels=notes_kernels, has_host_tables=has_host_tables)
         self._max_positions = max_positions
         self._rope_tables: dict[RopeSpec, DeviceArray] = {}
         # Weakly: in a cycle, device memory would stay until the next garbage collection.

@@ -494,20 +494,20 @@ class Ops(Protocol):
         [out, E]: [T, C·out].
         """
 
-    def map_ngram_table(self, file: GGUFFile, info: TensorInfo) -> Weight:
-        """A table of n-grams, left in the file: `ngram_rows` reads a few rows of it."""
+    def map_ngram_table(self, file: GGUFFile, info: TensorInfo, num_heads: int) -> Weight:
+        """A table of n-grams, left in the file: `ngram_rows` reads `num_heads` rows of it for each token."""
 
     def ngram_ids(
         self, token_ids: Array, hashing: NgramHash, table: Weight, state: NgramState, rows: Rows
     ) -> Array:
-        """Rows of `table` for each token and those before it: int32 [T, heads]. They may be read ahead.
+        """Which rows of `table` belong to each token and those before it. They may be read ahead.
 
         Advances `state.tokens`, and `state.kept_tokens` by rows of trees. Formulas of n-gram embeddings:
         docs of `kernels/ngram/reference.py`.
         """
 
     def ngram_rows(self, table: Weight, ids: Array) -> Array:
-        """These rows, dequantised, side by side: [T, heads · columns]."""
+        """The rows that `ngram_ids` named last, dequantised, side by side: [T, heads · columns]."""
 
     def ngram_gate(self, key: Array, query: Array, value: Array) -> Array:
         """value [T, E] gated for each of C streams by keys and queries [T, C·E]: [T, C·E]."""

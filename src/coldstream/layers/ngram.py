@@ -22,6 +22,14 @@ class NgramWeights:
 
 
 @dataclass(frozen=True)
+class NgramMixture:
+    """What a block reads of residual streams to which n-grams are added before."""
+
+    ngram: NgramWeights
+    mixture: HyperConnectionWeights
+
+
+@dataclass(frozen=True)
 class NgramInputs:
     """Rows of the table, `Ops.ngram_ids`, of each row of a step, and what is kept of its sequences."""
 
@@ -30,19 +38,27 @@ class NgramInputs:
     rows: Rows
 
 
+def find_ngrams(
+    ops: Ops, token_ids: Array, weights: NgramWeights, state: NgramState, rows: Rows
+) -> NgramInputs:
+    """What `add_ngrams` reads. To be asked for early, as it may come from a disk. Advances `state.tokens`."""
+    ids = ops.ngram_ids(token_ids, weights.hashing, weights.table, state, rows)
+    return NgramInputs(ids, state, rows)
+
+
 def add_ngrams(
     ops: Ops,
     streams: Streams,
     output: Array | ExpertOutputs,
-    weights: NgramWeights,
+    entry: NgramMixture,
     inputs: NgramInputs,
-    mixture: HyperConnectionWeights,
     eps: float,
 ) -> tuple[Streams, Array]:
     """The streams after the output of a part and n-grams, and what the next part reads of them, [T, E].
 
-    Advances `inputs.state`.
+    Advances `inputs.state.conv`.
     """
+    weights, mixture = entry.ngram, entry.mixture
     values, query = ops.inject_norm(streams.values, output, streams.injection, weights.norm_query, eps)
     embedded = ops.ngram_rows(weights.table, inputs.ids)
     key, value = ops.linear(embedded, (weights.key, weights.value))

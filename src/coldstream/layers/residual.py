@@ -8,8 +8,10 @@ from coldstream.layers.hyper_connections import (
     enter_streams,
     update_streams,
 )
+from coldstream.layers.ngram import NgramInputs, NgramMixture, add_ngrams
 
-Norm = Array | HyperConnectionWeights  # the weights of a norm [E], or of a mixture in its place
+# The weights of a norm [E], or of a mixture in its place, maybe with n-grams before it.
+Norm = Array | HyperConnectionWeights | NgramMixture
 Residual = Array | Streams
 Entering = Array | EnteringStreams  # what enters the first block: [T, E], or several streams
 
@@ -30,13 +32,19 @@ def update(
     *,
     post: PostNorms | None = None,
     for_router: bool = False,
+    ngrams: NgramInputs | None = None,
 ) -> tuple[Residual, Array]:
     """The residual stream after the output of a part, and what the next part reads of it, [T, E].
 
-    post: norms of the output, for one residual stream. for_router: as in `Ops.add_norm`.
+    post: norms of the output, for one residual stream. for_router: as in `Ops.add_norm`. ngrams: of the step,
+    for a norm that has some before it.
     """
     if post is not None:
         return ops.add_post_norm(residual, output, post, norm, eps)
+    if isinstance(norm, NgramMixture):
+        assert isinstance(residual, Streams)
+        assert ngrams is not None, "a model with n-grams finds them first"
+        return add_ngrams(ops, residual, output, norm, ngrams, eps)
     if isinstance(norm, HyperConnectionWeights):
         return update_streams(ops, residual, output, norm, eps)
     return ops.add_norm(residual, output, norm, eps, for_router=for_router)

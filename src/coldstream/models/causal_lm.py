@@ -21,7 +21,6 @@ from coldstream.kernels.ops import (
     CommittedPath,
     DeltaNetInputs,
     ExpertOutputs,
-    NgramState,
     Ops,
     RecurrentLayer,
     RopeSpec,
@@ -35,9 +34,8 @@ from coldstream.layers.gated_delta_net import (
     gated_delta_net,
     project_gated_delta_net,
 )
-from coldstream.layers.hyper_connections import HyperConnectionWeights, Streams
 from coldstream.layers.moe import MoeWeights, moe
-from coldstream.layers.ngram import NgramInputs, add_ngrams
+from coldstream.layers.ngram import NgramInputs, NgramMixture, find_ngrams
 from coldstream.layers.residual import Entering, Norm, enter, update, values_of
 from coldstream.models.loader import Block, Loader
 from coldstream.models.spec.model_spec import ModelSpec
@@ -95,21 +93,22 @@ class CausalLM:
         """
         if token_ids.shape[0] == 0:
             raise InvalidRequestError("there are no tokens to compute: a forward pass needs at least one")
-        ngram_ids = self.ngram_ids(token_ids, rows, cache)  # first, as their rows may come from a disk
+        ngrams = self.ngrams(token_ids, rows, cache)  # first, as they may come from a disk
         # No variable holds the embedding here: it would keep its memory from being used again.
-        return self.through_blocks(self.embed(token_ids), self.angles(rows), rows, cache, on_layer, ngram_ids)
+        return self.through_blocks(self.embed(token_ids), self.angles(rows), rows, cache, on_layer, ngrams)
 
     def embed(self, token_ids: Array) -> Array:
         """What enters the first block, [T, E], of int32 token_ids [T]."""
         embedded, scale = self.ops.embed(self.token_embd, token_ids), self.spec.embedding_scale
         return embedded if scale == 1 else self.ops.scale(embedded, scale)
 
-    def ngram_ids(self, token_ids: Array, rows: Rows, cache: ModelCache) -> Array:
-        """`Ops.ngram_ids` of the one layer that has n-grams; None without any. Advances its state."""
+    def ngrams(self, token_ids: Array, rows: Rows, cache: ModelCache) -> NgramInputs | None:
+        """Those of the one layer that has some; None without any."""
         for block, state in zip(self.blocks, cache.layers, strict=True):
-            if block.ngram is not None:
-                hashing, table = block.ngram.hashing, block.ngram.table
-                return self.ops.ngram_ids(token_ids, hashing, table, ngram_state(state), rows)
+            if isinstance(block.attn_norm, NgramMixture):
+                assert isinstance(state, DeltaNetState)
+                assert state.ngram is not None, "a cache of the model has it"
+                return find_ngrams(self.ops, token_ids, block.attn_norm.ngram, state.ngram, rows)
         return None
 
     def angles(self, rows: Rows) -> Angles:
@@ -125,12 +124,11 @@ class CausalLM:
         rows: Rows,
         cache: ModelCache,
         on_layer: OnLayer = ignore_layer,
-        ngram_ids: Array = None,
+        ngrams: NgramInputs | None = None,
     ) -> Array:
         """Hidden states after the last norm, [T, E], of what enters the first block.
 
-        on_layer: see `forward`. ngram_ids: of the layer that has n-grams. Advances the states in `cache` that
-        `rows` names.
+        on_layer: see `forward`. ngrams: those of the rows. Advances the states in `cache` that `rows` names.
         """
         ops, eps = self.ops, self.spec.rms_norm_eps
         norms = [block.attn_norm for block in self.blocks] + [self.output_norm]
@@ -148,14 +146,10 @@ class CausalLM:
                 ops, residual, mixed, block.ffn_norm, eps, post=block.attn_post, for_router=routes
             )
             del mixed
-            output, following = self.feed_forward(block, normed, values_of(residual)), layer + 1
-            if following < len(self.blocks) and (ngram := self.blocks[following].ngram) is not None:
-                assert isinstance(residual, Streams)
-                assert isinstance(next_norm, HyperConnectionWeights)
-                of_step = NgramInputs(ngram_ids, ngram_state(cache.layers[following]), rows)
-                residual, normed = add_ngrams(ops, residual, output, ngram, of_step, next_norm, eps)
-            else:
-                residual, normed = update(ops, residual, output, next_norm, eps, post=block.ffn_post)
+            output = self.feed_forward(block, normed, values_of(residual))
+            residual, normed = update(
+                ops, residual, output, next_norm, eps, post=block.ffn_post, ngrams=ngrams
+            )
             del output
             on_layer(layer, values_of(residual))
         return normed
@@ -209,10 +203,3 @@ class CausalLM:
         if isinstance(block.ffn, MoeWeights):
             return moe(self.ops, x, block.ffn, residual)
         return self.ops.ffn(x, block.ffn)
-
-
-def ngram_state(state: LayerState) -> NgramState:
-    """What a layer with n-grams keeps of them."""
-    assert isinstance(state, DeltaNetState)
-    assert state.ngram is not None, "a cache of the model has it"
-    return state.ngram

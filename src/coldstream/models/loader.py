@@ -27,7 +27,7 @@ from coldstream.layers.attention import AttentionWeights
 from coldstream.layers.gated_delta_net import GatedDeltaNetWeights
 from coldstream.layers.hyper_connections import HyperConnectionWeights
 from coldstream.layers.moe import MoeWeights, ParallelFfn
-from coldstream.layers.ngram import NgramWeights
+from coldstream.layers.ngram import NgramMixture, NgramWeights
 from coldstream.layers.residual import Norm
 from coldstream.models.architectures import ARCHITECTURES, Architecture, GatheredRows
 from coldstream.models.footprint import FFN_MATRICES
@@ -48,13 +48,12 @@ from coldstream.models.spec.sanity import check_rope_factors
 class Block:
     """One layer."""
 
-    attn_norm: Norm  # before the mixer
+    attn_norm: Norm  # before the mixer, with the n-grams that enter before it
     mixer: AttentionWeights | GatedDeltaNetWeights
     ffn_norm: Norm  # before the FFN, whatever the file calls it
     ffn: MoeWeights | FfnWeights
     attn_post: PostNorms | None = None  # of what the mixer gives
     ffn_post: PostNorms | None = None  # of what the FFN gives
-    ngram: NgramWeights | None = None  # what enters the residual streams before all of it
 
 
 @dataclass(frozen=True)
@@ -139,11 +138,19 @@ class Loader:
             num_streams=streams.num_streams,
         )
 
+    def entry(self, prefix: str, ngram: NgramSpec | None) -> Norm:
+        """The norm before a mixer, with what enters the residual streams before it."""
+        norm = self.norm(f"{prefix}attn_norm", f"{prefix}hc_attn")
+        if ngram is None:
+            return norm
+        assert isinstance(norm, HyperConnectionWeights), "n-grams enter several streams"
+        return NgramMixture(self.ngram(prefix, ngram), norm)
+
     def block(self, index: int) -> Block:
         """The weights of a layer, of the trunk or, from `spec.num_layers` on, of an MTP block."""
         prefix, layer = f"blk.{index}.", self.spec.blocks[index]
         return Block(
-            attn_norm=self.norm(f"{prefix}attn_norm", f"{prefix}hc_attn"),
+            attn_norm=self.entry(prefix, layer.ngram),
             mixer=self.attention(prefix, layer.mixer)
             if isinstance(layer.mixer, AttentionSpec)
             else self.gated_delta_net(prefix, layer.mixer, self.architecture.gathered(layer)),
@@ -153,7 +160,6 @@ class Loader:
             else self.dense_ffn(prefix, layer.ffn),
             attn_post=self.post_norm(prefix, "post_attention_norm") if layer.post_norms else None,
             ffn_post=self.ffn_post_norms(prefix, layer) if layer.post_norms else None,
-            ngram=None if layer.ngram is None else self.ngram(prefix, layer.ngram),
         )
 
     def post_norm(self, prefix: str, name: str) -> PostNorms:
@@ -260,7 +266,9 @@ class Loader:
 
     def ngram(self, prefix: str, spec: NgramSpec) -> NgramWeights:
         return NgramWeights(
-            table=self.ops.map_ngram_table(self.file, self.file.tensors[NGRAM_TABLE]),
+            table=self.ops.map_ngram_table(
+                self.file, self.file.tensors[NGRAM_TABLE], len(spec.hashing.sizes)
+            ),
             hashing=spec.hashing,
             key=self.weight(f"{prefix}ple_key"),
             value=self.weight(f"{prefix}ple_value"),

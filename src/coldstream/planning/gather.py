@@ -29,7 +29,7 @@ from coldstream.kernels.experts.shapes import MAX_SHARED_ROWS
 from coldstream.kernels.ops import ExpertWeights
 from coldstream.kvcache.cache import CacheSize
 from coldstream.models.cpu.runner import CpuRunner
-from coldstream.models.cuda.capacity import mailbox_ranks
+from coldstream.models.cuda.capacity import mailbox_ranks, ngram_bytes
 from coldstream.models.expert_stacks import disk_tier, expert_stacks, placed_stacks
 from coldstream.models.footprint import drafted_share, file_bytes, model_sizes, nextn_bytes, routed_model
 from coldstream.models.mtp.model import MAX_DRAFT_IDS
@@ -118,6 +118,7 @@ def count_on_gpu(
         num_sequences=capacity.cache_size.num_states,
         num_tree_rows=capacity.cache_size.num_tree_rows,
         host_tables=plan.tables,
+        host_ngrams=ngram_bytes(spec, plan.chunk_size),
     )
 
 

@@ -21,7 +21,13 @@ from coldstream.kernels.attention.workspace_sizes import PART_ROWS, most_partial
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
 from coldstream.kernels.ops import BLOCK_POSITIONS
 from coldstream.kvcache.cache import CacheSize, kept_bytes, kv_token_bytes
-from coldstream.models.cuda.capacity import GRAPH_BYTES, HEAD_ROWS, RESERVE_BYTES, mailbox_ranks
+from coldstream.models.cuda.capacity import (
+    GRAPH_BYTES,
+    HEAD_ROWS,
+    RESERVE_BYTES,
+    mailbox_ranks,
+    ngram_bytes,
+)
 from coldstream.models.runner_capacity import DRAFT_VALUE_BYTES, NO_DRAFTS, DraftMemory, RunnerCapacity
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.layer_plan import least_of_layers
@@ -97,11 +103,12 @@ class RamNeeds:
 
 def buffer_bytes(spec: ModelSpec, placement: PlacementPlan, max_cpu_rows: int) -> int:
     """Page-locked RAM of a runner on a GPU with this placement: what it allocates in `experts/host.py` and
-    `experts/copies.py`, for logits and for an embedding.
+    `experts/copies.py`, for logits and for an embedding; and rows of n-grams.
     """
     ranks, size = mailbox_ranks(spec), spec.hidden_size
     sizes = [
         placement.fixed.host_tables,
+        placement.fixed.host_ngrams,
         placement.fixed.chunk_size * ranks * _ID,
         HEAD_ROWS * spec.vocab_size * _FLOAT,
     ]
@@ -270,6 +277,7 @@ def estimated(
         num_sequences=cache_size.num_states,
         num_tree_rows=cache_size.num_tree_rows,
         host_tables=sizes.table_bytes,
+        host_ngrams=ngram_bytes(spec, chunk_size),
     )
 
 

@@ -106,8 +106,8 @@ def pool_of(run: RunPlan, facts: Facts, ram: int) -> PoolPlan | None:
 def _host_part(run: RunPlan, facts: Facts) -> HostPart:
     """What RAM holds beside experts. Where the GPU holds all of them, the CPU is asked for none."""
     if run.placement.is_all_resident:
-        tables = run.placement.fixed.host_tables
-        return HostPart(tables, 0, HOST_RESERVE_BYTES, run.prompt_cache_bytes)
+        fixed = run.placement.fixed
+        return HostPart(fixed.host_tables + fixed.host_ngrams, 0, HOST_RESERVE_BYTES, run.prompt_cache_bytes)
     shape = WorkspaceShape(run.threads, max(run.max_cpu_rows, MAX_MAILBOX_ROWS))
     return HostPart(
         buffers=buffer_bytes(facts.model.spec, run.placement, run.max_cpu_rows),

@@ -232,11 +232,23 @@ def test_norms_that_lack_their_one_are_noticed(tmp_path: Path) -> None:
         assert [each for each in runner.warnings if "hc_attn_norm weights are centred on" in each]
 
 
-def test_ngrams_are_refused_on_a_gpu(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
-    with pytest.raises(
-        UnsupportedError, match="no GPU kernels for n-gram embeddings are there yet; use --device"
+def test_ngrams_without_a_gpu_kernel_are_refused(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
+    spec = spec_of(make_model("qwen4exp", quant="F32", tokenizer=False, ngrams=True))
+    check_supported(spec)
+    assert spec.ngram is not None
+    assert spec.ngram_layer is not None
+    sizes = tuple(range(1, 202))
+    for wrong, message in (
+        (replace(spec.ngram, columns=33), "n-grams of 132 values together: multiples of 8"),
+        (
+            replace(spec.ngram, hashing=replace(spec.ngram.hashing, sizes=sizes), columns=8),
+            "n-grams of 201 heads: at most 192",
+        ),
     ):
-        check_supported(spec_of(tiny(ngrams=True)))
+        layers = list(spec.layers)
+        layers[spec.ngram_layer] = replace(layers[spec.ngram_layer], ngram=wrong)
+        with pytest.raises(UnsupportedError, match=f"no GPU kernels for {message} are supported"):
+            check_supported(replace(spec, layers=tuple(layers)))
 
 
 def test_the_table_of_ngrams_is_in_no_sum_of_memory(tmp_path: Path) -> None:

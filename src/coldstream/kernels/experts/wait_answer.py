@@ -7,9 +7,9 @@ experts (docs/notes/streaming.md).
 import ctypes
 from pathlib import Path
 
+from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
-from coldstream.kernels.experts.mailbox import Mailbox
 
 PROGRAM = CudaProgram(Path(__file__).with_name("wait_answer.cu"), ("wait_answer",))
 
@@ -18,8 +18,7 @@ PROGRAM = CudaProgram(Path(__file__).with_name("wait_answer.cu"), ("wait_answer"
 class Answer(ctypes.Structure): ...
 
 
-def wait_answer_cuda(mailbox: Mailbox) -> None:
-    """Has what is queued next wait until the CPU has answered or a time-out, see `Mailbox.check`."""
-    done = mailbox.done
+def wait_answer_cuda(done: DeviceArray) -> None:
+    """Has what is queued next wait until the CPU has answered or a time-out, see `Mailbox.done`."""
     answer = Answer(done=done.data_ptr(), late=done[1:].data_ptr())
     PROGRAM.kernel("wait_answer").launch((1, 1, 1), 32, (answer,))

@@ -15,11 +15,13 @@ from coldstream.kernels.ops import ExpertOutputs
 from coldstream.kernels.rms_norm.cuda import SHARED_KINDS, Norm, NormOutputs, sum_of_experts
 
 INJECT, SCALED_SILU, MIX = "inject_norm_rows", "scaled_silu_rows<{}>", "mix_stream_rows"
+NORM = "norm_stream_rows"
 INJECT_EXPERTS = "inject_experts_norm_rows<{}>"
 PROGRAM = CudaProgram(
     Path(__file__).with_name("hyper_connections.cu"),
     (
         INJECT,
+        NORM,
         MIX,
         *(INJECT_EXPERTS.format(kind) for kind in SHARED_KINDS),
         *(SCALED_SILU.format(aligned) for aligned in ("true", "false")),
@@ -85,6 +87,34 @@ def inject_norm_cuda(
         (rows, 1, 1),
         THREADS,
         (work, *args, norm, _outputs(out, quantized)),
+        shared_bytes=4 * padded,
+        overlap=overlaps(rows),
+    )
+
+
+def norm_streams_cuda(
+    x: DeviceArray,
+    num_streams: int,
+    weight: DeviceArray,
+    eps: float,
+    out: DeviceArray,
+    quantized: QuantActivations,
+) -> None:
+    """`Ops.norm_streams` of contiguous float32 [T, C·E], into contiguous `out` and `quantized`.
+
+    ValueError if shapes disagree or no kernel has them.
+    """
+    rows, width = x.shape
+    _check_streams(num_streams, width // num_streams, width)
+    if out.shape != x.shape or weight.numel() != width or not (x.is_contiguous() and out.is_contiguous()):
+        raise ValueError(f"norms {list(out.shape)} of streams {[rows, width]}, which must be contiguous")
+    _check_aligned(x, weight, out)
+    padded = padded_cols(width)
+    norm = Norm(weight=weight.data_ptr(), cols=width, padded=padded, eps=eps)
+    PROGRAM.kernel(NORM).launch(
+        (rows, 1, 1),
+        THREADS,
+        (x, num_streams, width // num_streams, norm, _outputs(out, quantized)),
         shared_bytes=4 * padded,
         overlap=overlaps(rows),
     )

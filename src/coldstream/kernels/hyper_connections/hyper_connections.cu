@@ -25,30 +25,12 @@ __device__ __forceinline__ float inverse_norm_of_stream(const float* x, int size
   return inverse_sqrt(sum_of_sixteen_lanes(p, 1) / float(size) + eps);
 }
 
-// The row of this block. update(i): the update at columns i … i + 3. The norm has as many columns as all
-// streams together.
-template <typename Update>
-__device__ __forceinline__ void inject_row(const StreamRows& streams, const Update& update, const Norm& norm,
-                                           const NormOutputs& out) {
-  __shared__ float weights[max_streams], scales[max_streams];
+// The norm of each stream of the row of this block, whose streams of `size` values lie in shared memory. By
+// all threads, once they have been synchronised.
+__device__ __forceinline__ void norm_streams_of_row(int num_streams, int size, const Norm& norm,
+                                                    const NormOutputs& out) {
+  __shared__ float scales[max_streams];
   const int64_t row = blockIdx.x, begin = row * norm.cols;
-  const int size = streams.size, num_streams = streams.num_streams;
-  if (streams.x && threadIdx.x < num_streams) {
-    const float logit = streams.injection[row * num_streams + threadIdx.x];
-    weights[threadIdx.x] = 2.0f * exact_sigmoid(logit / float(num_streams));
-  }
-  __syncthreads();
-  for (int i = 4 * threadIdx.x; i < size; i += 4 * blockDim.x) {
-    const float4 added = update(i);
-    for (int c = 0; c < num_streams; c++) {
-      const int at = c * size + i;
-      float4 v = added;
-      if (streams.x) v = fma_four(weights[c], added, load_four<true>(streams.x + begin, at, norm.cols));
-      store_four<true>(streams.sum + begin, at, norm.cols, v);
-      dynamic_shared[at / 4] = v;
-    }
-  }
-  __syncthreads();
   const float* shared = reinterpret_cast<const float*>(dynamic_shared);
   const int warp = threadIdx.x / warp_size, num_warps = blockDim.x / warp_size;
   for (int c = warp; c < num_streams; c += num_warps) {
@@ -69,7 +51,46 @@ __device__ __forceinline__ void inject_row(const StreamRows& streams, const Upda
   }
 }
 
-// grid (rows); dynamic shared memory: 4 · padded bytes. As all kernels here.
+// The row of this block. update(i): the update at columns i … i + 3. The norm has as many columns as all
+// streams together.
+template <typename Update>
+__device__ __forceinline__ void inject_row(const StreamRows& streams, const Update& update, const Norm& norm,
+                                           const NormOutputs& out) {
+  __shared__ float weights[max_streams];
+  const int64_t row = blockIdx.x, begin = row * norm.cols;
+  const int size = streams.size, num_streams = streams.num_streams;
+  if (streams.x && threadIdx.x < num_streams) {
+    const float logit = streams.injection[row * num_streams + threadIdx.x];
+    weights[threadIdx.x] = 2.0f * exact_sigmoid(logit / float(num_streams));
+  }
+  __syncthreads();
+  for (int i = 4 * threadIdx.x; i < size; i += 4 * blockDim.x) {
+    const float4 added = update(i);
+    for (int c = 0; c < num_streams; c++) {
+      const int at = c * size + i;
+      float4 v = added;
+      if (streams.x) v = fma_four(weights[c], added, load_four<true>(streams.x + begin, at, norm.cols));
+      store_four<true>(streams.sum + begin, at, norm.cols, v);
+      dynamic_shared[at / 4] = v;
+    }
+  }
+  __syncthreads();
+  norm_streams_of_row(num_streams, size, norm, out);
+}
+
+// The norms of streams alone. grid (rows); dynamic shared memory: 4 · padded bytes. As all kernels here.
+__global__ void __launch_bounds__(max_threads)
+    norm_stream_rows(const float* x, int num_streams, int size, Norm norm, NormOutputs out) {
+  wait_for_previous_grid();
+  release_next_grid();
+  const float* row = x + int64_t(blockIdx.x) * norm.cols;
+  for (int i = 4 * threadIdx.x; i < norm.cols; i += 4 * blockDim.x)
+    dynamic_shared[i / 4] = load_four<true>(row, i, norm.cols);
+  __syncthreads();
+  norm_streams_of_row(num_streams, size, norm, out);
+}
+
+// With an update [rows, size].
 __global__ void __launch_bounds__(max_threads)
     inject_norm_rows(StreamRows streams, const float* update, Norm norm, NormOutputs out) {
   wait_for_previous_grid();

@@ -1,18 +1,17 @@
 """A model on the CPU: weights mapped, the forward pass captured once and replayed by C++."""
 
-import os
 from collections.abc import Collection
 from typing import Self
 
 import numpy as np
 
-from coldstream.errors import ModelChangedError, StorageError, host_memory_errors
+from coldstream.errors import host_memory_errors
 from coldstream.experts.cpu.disk_tier import DiskStatistics, DiskTier
 from coldstream.experts.cpu.pooled_ops import PooledCpuOps, UnreadPooledCpuOps
 from coldstream.experts.expert_map import ExpertMap, ExpertUses
-from coldstream.gguf.messages import shorten
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cpu_ops import CpuOps, RoutingCpuOps, UnreadCpuOps, UnreadRoutingCpuOps
+from coldstream.kernels.ngram.table import check_ngrams
 from coldstream.kernels.ops import MAX_TREE_ROWS
 from coldstream.kvcache.batch import BatchArrays, BatchLimits, BatchSize, CheckedSegment, PathArrays
 from coldstream.kvcache.cache import CacheSize, num_blocks_of
@@ -277,15 +276,9 @@ class CpuRunner(ModelRunner):
             raise
 
     def _check_ngrams(self) -> None:
-        """Raises ModelChangedError or StorageError if rows of a table of n-grams could not be read."""
+        """Raises as `check_ngrams`."""
         for table in self._ops.ngram_tables:
-            if table.problem < 0:
-                name = shorten(self.file.paths[0])
-                raise ModelChangedError(
-                    f"{name} has become shorter: restore the file and load the model again"
-                )
-            if table.problem:
-                raise StorageError(f"a row of n-grams cannot be read: {os.strerror(table.problem)}")
+            check_ngrams(table, self.file)
 
     def _logits_of(self, rows: Array) -> Array:
         logits = np.empty((len(rows), self.spec.vocab_size), np.float32)

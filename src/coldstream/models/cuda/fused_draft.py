@@ -133,6 +133,8 @@ class CudaFusedSteps:
     def launch(self, shape: FusedShape) -> None:
         """Queues a fused step. Raises DeviceError, OutOfMemoryError."""
         self._begin()
+        if (reader := self.loaded.ops.ngram_reader) is not None:
+            reader.begin()
         key = (self.kind, (self.block, shape))
         self._steps.run(key, partial(self.compute, shape), lambda nothing: nothing, self._make_room)
 
@@ -216,10 +218,15 @@ class CudaFusedRun:
         self._in_flight.append((num_rows, results, ended))
 
     def take(self) -> FusedResult:
-        """Waits for the oldest fused step in flight. Returns its outcome. Raises DeviceError."""
+        """Waits for the oldest fused step in flight. Returns its outcome.
+
+        Raises DeviceError, and as `NgramReader.ended`.
+        """
         num_rows, results, ended = self._in_flight.pop(0)
         with device_errors():
             ended.synchronize()
+        if (reader := self._steps.loaded.ops.ngram_reader) is not None:
+            reader.ended(len(self._in_flight))
         count, fault, *token_ids = results.tolist()
         num_nodes = max(0, min(num_rows, self._left) - 1)
         self._num_held += count

@@ -25,6 +25,7 @@ from coldstream.kernels.fused.cuda import PROGRAM as FUSED
 from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, TAPS
 from coldstream.kernels.hyper_connections.cuda import MAX_STREAMS, MAX_WIDTH, SIZE_MULTIPLE
 from coldstream.kernels.linear.integer_types import INTEGER_TYPES
+from coldstream.kernels.ngram.cuda import COLS_MULTIPLE, MOST_HEADS
 from coldstream.kernels.ops import MAX_SHORT_CHAIN
 from coldstream.kernels.router.cuda import EXPERTS_PER_LANE, MAX_CHOSEN, WARP_SIZE
 from coldstream.kernels.sample.admit import PROGRAM as ADMISSION
@@ -221,9 +222,8 @@ def check_supported(spec: ModelSpec) -> None:
         ),
         f"{spec.num_experts} experts: at most {MAX_EXPERTS}": spec.num_experts > MAX_EXPERTS,
         **_missing_streams(spec),
+        **_missing_ngrams(spec),
     }
-    if spec.ngram is not None:
-        raise UnsupportedError("no GPU kernels for n-gram embeddings are there yet; use --device cpu")
     for what, is_missing in wanted.items():
         if is_missing:
             raise UnsupportedError(f"no GPU kernels for {what} are supported; use --device cpu")
@@ -236,6 +236,17 @@ def _missing_streams(spec: ModelSpec) -> dict[str, bool]:
     count, size = spec.hyper_connections.num_streams, spec.hidden_size
     what = f"{count} residual streams of {size} values: up to {MAX_STREAMS}, {MAX_WIDTH} values together"
     return {what: size % SIZE_MULTIPLE != 0 or count > MAX_STREAMS or count * size > MAX_WIDTH}
+
+
+def _missing_ngrams(spec: ModelSpec) -> dict[str, bool]:
+    """Of `check_supported`, for the n-gram embedding of a layer."""
+    if spec.ngram is None:
+        return {}
+    heads, width = len(spec.ngram.hashing.sizes), spec.ngram.width
+    return {
+        f"n-grams of {width} values together: multiples of {COLS_MULTIPLE}": width % COLS_MULTIPLE != 0,
+        f"n-grams of {heads} heads: at most {MOST_HEADS}": heads > MOST_HEADS,
+    }
 
 
 def check_types(tensors: Mapping[str, TensorInfo]) -> None:

@@ -31,6 +31,7 @@ from coldstream.kernels.cuda.memory import DeviceMemory
 from coldstream.kernels.cuda.runtime import allocations, calls, copies, streams
 from coldstream.kernels.experts.executor import ExecutorFactory
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
+from coldstream.kernels.ngram.reader import NgramReader
 from coldstream.kernels.ops import SHORT_CONTEXT
 from coldstream.kvcache.batch import BatchLimits, CheckedSegment
 from coldstream.kvcache.cache import CacheSize
@@ -89,6 +90,7 @@ class CudaRunner(ModelRunner):
         self.chunk_size = plan.placement.fixed.chunk_size
         self._limits = BatchLimits(spec.vocab_size, limits.context_length, self.chunk_size, MAX_SEGMENTS)
         self._partial: PartialModel | None = None
+        self._ngrams: NgramReader | None = None
         self._in_flight: list[tuple[int, tuple[Sequence, ...]]] = []  # running steps' numbers and sequences
         self._steps = CapturedSteps(is_early=is_early)
         self._outputs = StepOutputs(spec.nextn_state_size if limits.has_mtp else spec.hidden_size)
@@ -139,7 +141,7 @@ class CudaRunner(ModelRunner):
         host = self._partial.host if self._partial else None
         sizes = (self.file, self.spec, self.limits, self.chunk_size)
         self._loaded = Loaded.into(memory, *sizes, host=host, own=executor_factory)
-        self._sequences = self._loaded.sequences
+        self._sequences, self._ngrams = self._loaded.sequences, self._loaded.ops.ngram_reader
         self._limits = replace(self._limits, num_chosen=self._loaded.sampler.num_results)
         self._loaded.ops.finish_loading(progress)
         if self._partial:
@@ -186,9 +188,12 @@ class CudaRunner(ModelRunner):
         (event or streams.current_stream()).synchronize()
         known, last = self._in_flight, self._num_steps if step is None else step
         self._in_flight = [each for each in known if each[0] > last]
-        if self._partial:
+        if self._partial or self._ngrams:
             with WholeOrCleared(self._sequences, [sequence for _, of_step in known for sequence in of_step]):
-                self._partial.ended(len(self._in_flight))
+                if self._ngrams:
+                    self._ngrams.ended(len(self._in_flight))
+                if self._partial:
+                    self._partial.ended(len(self._in_flight))
                 self.check_file()
 
     @classmethod
@@ -247,6 +252,10 @@ class CudaRunner(ModelRunner):
             calls.synchronize()
             self._partial.close()
             self._partial = None
+        if self._ngrams:
+            calls.synchronize()
+            self._ngrams.close()
+            self._ngrams = None
         if self._lock is not None:
             self._lock.close()
         # Drafters, whom a closed model may still have, hold what was loaded.
@@ -262,8 +271,8 @@ class CudaRunner(ModelRunner):
 
     @property
     def reads_file(self) -> bool:
-        """True if some experts are not on the device."""
-        return self._partial is not None
+        """True if some experts are not on the device, or n-grams of tokens are in the file."""
+        return self._partial is not None or self._ngrams is not None
 
     @property
     def _partial_experts(self) -> PartialExperts | None:
@@ -397,6 +406,8 @@ class CudaRunner(ModelRunner):
         )
 
     def _start_step(self, shape: StepShape) -> None:
+        if self._ngrams:
+            self._ngrams.begin()
         if self._partial:
             self._partial.start_step(shape.num_rows)
 

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "hybrid/expert_server.h"
+#include "hybrid/ngram_server.h"
 
 namespace coldstream {
 
@@ -110,9 +111,57 @@ class BoundServer {
   ExpertServer server_;
 };
 
+using Rows2dOut = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// The same for rows of a table of n-grams.
+class BoundNgramServer {
+ public:
+  BoundNgramServer(Runtime& rt, Word request, Word done, Ids2d ids, Rows2dOut out,
+                   std::shared_ptr<NgramTable> table)
+      : arrays_{keep(request), keep(done), keep(ids), keep(out)},
+        server_(rt.pool(), quant_kernels_for(rt.active_tier()), make_mailbox(request, done, ids, out, *table),
+                table) {}
+
+  void begin() { server_.begin(); }
+  void end() { server_.end(); }
+  void check() { server_.check(); }
+
+ private:
+  static NgramMailbox make_mailbox(const Word& request, const Word& done, const Ids2d& ids,
+                                   const Rows2dOut& out, const NgramTable& table) {
+    const size_t rows = ids.shape(0), heads = ids.shape(1);
+    if (rows < 1 || rows > INT32_MAX || heads < 1 || out.shape(0) != rows ||
+        out.shape(1) != heads * static_cast<size_t>(table.num_cols)) {
+      throw std::invalid_argument("a mailbox is ids [T, heads] and out [T, heads · " +
+                                  std::to_string(table.num_cols) + "]");
+    }
+    return {request.data(),         done.data(), ids.data(), out.data(), static_cast<int>(rows),
+            static_cast<int>(heads)};
+  }
+
+  std::vector<std::shared_ptr<void>> arrays_;
+  NgramServer server_;
+};
+
 }  // namespace
 
+static void bind_ngram_server(nb::module_& m) {
+  nb::class_<BoundNgramServer>(m, "NgramServer",
+                               "A thread that reads rows of a table when asked through words in memory.")
+      .def(nb::init<Runtime&, Word, Word, Ids2d, Rows2dOut, std::shared_ptr<NgramTable>>(), "runtime"_a,
+           nb::arg("request").noconvert(), nb::arg("done").noconvert(), nb::arg("ids").noconvert(),
+           nb::arg("out").noconvert(), "table"_a,
+           "Over int32 ids [T, heads], -1 for none, and float32 out [T, heads · columns], which are kept. A "
+           "client zeroes `done`, then stores its rows to `request`; `done` becomes 1. `runtime` has the "
+           "threads that read for a prompt.")
+      .def("begin", &BoundNgramServer::begin, "Looks for requests from now on.")
+      .def("end", &BoundNgramServer::end, "Pauses: no request comes before the next `begin`.")
+      .def("check", &BoundNgramServer::check,
+           "Raises the first error of a request since the last call: ValueError, GenerationFault.");
+}
+
 void bind_hybrid(nb::module_& m) {
+  bind_ngram_server(m);
   nb::class_<BoundServer>(m, "ExpertServer",
                           "Threads that compute routed experts when asked through words in memory.")
       .def(nb::init<Runtime&, Word, Word, Rows2d, Ids2d, Rows3d, bool, std::optional<Words>>(), "runtime"_a,

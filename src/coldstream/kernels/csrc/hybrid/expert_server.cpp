@@ -1,16 +1,14 @@
 #include "hybrid/expert_server.h"
 
 #include <algorithm>
+#include <atomic>
 #include <bitset>
 #include <chrono>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "runtime/mapped_file.h"
-#include "runtime/signals_blocked.h"
-#include "runtime/spin.h"
 
 namespace coldstream {
 
@@ -19,10 +17,6 @@ namespace {
 constexpr int rows_shift = 16;
 constexpr uint32_t layer_mask = (1u << rows_shift) - 1;
 constexpr int most_counted = 1024;  // experts of a layer: those beyond are not counted
-// Polling for a request, between two checks of the phase.
-constexpr auto look = std::chrono::microseconds(200);
-// Longer than the time between two tokens.
-constexpr auto linger = std::chrono::milliseconds(5);
 
 }  // namespace
 
@@ -32,26 +26,14 @@ ExpertServer::ExpertServer(std::shared_ptr<ThreadPool> threads, const QuantKerne
       kernels_(kernels),
       box_(box),
       is_prefill_(is_prefill),
-      owner_(getpid()),
       ahead_(threads_->size()) {
   read_ahead_.push_back(std::make_unique<ReadAheadOp>(ahead_, [request = box_.request] {
     return std::atomic_ref(*request).load(std::memory_order_relaxed) != 0;
   }));
   std::atomic_ref(*box_.request).store(0, std::memory_order_relaxed);
   std::atomic_ref(*box_.done).store(1, std::memory_order_release);
-  SignalsBlocked blocked;
-  thread_ = std::make_unique<std::thread>(&ExpertServer::serve, this);
-}
-
-ExpertServer::~ExpertServer() {
-  if (getpid() != owner_) {
-    // In a forked child there is nothing to join, and a joinable std::thread must not be destroyed.
-    static_cast<void>(thread_.release());
-    return;
-  }
-  phase_.store(stopping, std::memory_order_release);
-  phase_.notify_all();
-  thread_->join();
+  thread_ = std::make_unique<RequestThread>([this] { return has_work(); }, [this] { work_once(); }, threads_,
+                                            !is_prefill);
 }
 
 int ExpertServer::add_layer(const Weight& gate, const Weight& up, const Weight& down, const ExpertGlu& glu,
@@ -77,55 +59,18 @@ int ExpertServer::add_layer(const Weight& gate, const Weight& up, const Weight& 
   return static_cast<int>(layers_.size()) - 1;
 }
 
-void ExpertServer::begin() {
-  if (getpid() != owner_)
-    throw ForkedError("this server of experts was made before fork(): load the model again");
-  phase_.store(serving, std::memory_order_release);
-  phase_.notify_all();
-}
-
-void ExpertServer::end() {
-  uint32_t phase = serving;
-  phase_.compare_exchange_strong(phase, lingering, std::memory_order_acq_rel);
-}
-
 void ExpertServer::check() {
   std::lock_guard lock(error_lock_);
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
-void ExpertServer::serve() {
-  for (;;) {
-    phase_.wait(idle, std::memory_order_acquire);
-    if (phase_.load(std::memory_order_acquire) == stopping) return;
-    serve_requests();
-  }
+bool ExpertServer::has_work() const {
+  return std::atomic_ref(*box_.request).load(std::memory_order_acquire) != 0 || is_expecting() || may_read_;
 }
 
-void ExpertServer::serve_requests() {
-  std::atomic_ref request(*box_.request);
-  std::optional<ThreadPool::Awake> awake;
-  auto last_served = std::chrono::steady_clock::now(), last_answer = last_served;
-  for (;;) {
-    uint32_t phase = phase_.load(std::memory_order_acquire);
-    if (phase == stopping) return;
-    const auto now = std::chrono::steady_clock::now();
-    if (phase == serving) last_served = now;
-    const bool stays_awake = !is_prefill_ || now - last_answer < awake_for_.load(std::memory_order_relaxed);
-    if (!stays_awake) awake.reset();
-    if (stays_awake && !awake) awake.emplace(*threads_);
-    if (phase == lingering && now - last_served > linger &&
-        phase_.compare_exchange_strong(phase, idle, std::memory_order_acq_rel)) {
-      return;
-    }
-    uint32_t found = 0;
-    const auto look_for_work = [&] {
-      return (found = request.load(std::memory_order_acquire)) != 0 || is_expecting() || may_read_;
-    };
-    if (!spin(look_for_work, look)) continue;
-    found != 0 ? answer(found) : read_ahead();
-    last_answer = std::chrono::steady_clock::now();
-  }
+void ExpertServer::work_once() {
+  const uint32_t found = std::atomic_ref(*box_.request).load(std::memory_order_acquire);
+  found != 0 ? answer(found) : read_ahead();
 }
 
 bool ExpertServer::is_expecting() const {

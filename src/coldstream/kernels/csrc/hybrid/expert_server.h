@@ -13,16 +13,13 @@
 // ones read from their file while it computes the others.
 #pragma once
 
-#include <unistd.h>
-
-#include <atomic>
 #include <chrono>
 #include <exception>
 #include <memory>
 #include <mutex>
-#include <thread>
 #include <vector>
 
+#include "hybrid/request_thread.h"
 #include "quant/decode_experts.h"
 #include "quant/pooled_experts.h"
 #include "runtime/thread_pool.h"
@@ -58,25 +55,21 @@ class ExpertServer {
   // Throws std::system_error when the system refuses a thread.
   ExpertServer(std::shared_ptr<ThreadPool> threads, const QuantKernels& kernels, Mailbox box,
                bool is_prefill);
-  ExpertServer(const ExpertServer&) = delete;
-  ExpertServer& operator=(const ExpertServer&) = delete;
-  ~ExpertServer();
 
   // The experts of one more layer, with E columns; returns its number. pool: null, or the pool that they are
   // the layer `pool_layer` of.
   int add_layer(const Weight& gate, const Weight& up, const Weight& down, const ExpertGlu& glu,
                 std::shared_ptr<ExpertPool> pool, int pool_layer);
 
-  // From here to `end`, and a few milliseconds longer so that the next `begin` need not wake threads, the
-  // server polls without pause. For decode steps the pool's threads stay awake. For those of prompts they do
+  // As of the `RequestThread`. For decode steps the pool's threads stay awake. For those of prompts they do
   // so for a time from `begin` and from each answer on, and sleep then until the next request.
-  void begin();
-  void end();
+  void begin() { thread_->begin(); }
+  void end() { thread_->end(); }
 
   // That time; 0 at first. Between the requests of a prompt are milliseconds, in which threads that poll take
   // time of their cores from others.
-  std::chrono::nanoseconds awake_for() const { return awake_for_.load(std::memory_order_relaxed); }
-  void stay_awake_for(std::chrono::nanoseconds time) { awake_for_.store(time, std::memory_order_relaxed); }
+  std::chrono::nanoseconds awake_for() const { return thread_->awake_for(); }
+  void stay_awake_for(std::chrono::nanoseconds time) { thread_->stay_awake_for(time); }
 
   std::vector<LayerWork> work();
   std::vector<Expected> expected();
@@ -86,8 +79,8 @@ class ExpertServer {
   void check();
 
  private:
-  void serve();
-  void serve_requests();
+  bool has_work() const;
+  void work_once();
   void answer(uint32_t request);
   bool is_expecting() const;
   void read_ahead();
@@ -99,7 +92,6 @@ class ExpertServer {
   const QuantKernels& kernels_;
   const Mailbox box_;
   const bool is_prefill_;
-  const pid_t owner_;
   std::mutex layers_lock_;
   using Ops = std::vector<std::unique_ptr<Op>>;
   struct Layer {
@@ -121,11 +113,7 @@ class ExpertServer {
   bool may_read_ = false;  // whether `ahead_` may have something left to read
   std::mutex error_lock_;
   std::exception_ptr error_;
-  std::atomic<std::chrono::nanoseconds> awake_for_{std::chrono::nanoseconds::zero()};
-  std::atomic<uint32_t> phase_{idle};
-  std::unique_ptr<std::thread> thread_;
-
-  static constexpr uint32_t idle = 0, serving = 1, lingering = 2, stopping = 3;
+  std::unique_ptr<RequestThread> thread_;  // the last to be made and the first to end
 };
 
 }  // namespace coldstream

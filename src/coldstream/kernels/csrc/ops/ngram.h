@@ -32,9 +32,14 @@ struct NgramIdsArguments {
   int32_t* out;                       // [T, heads], contiguous
 };
 std::unique_ptr<Op> make_ngram_ids(NgramIdsArguments arguments);
-// out [T, heads · columns]
+// A row of the table as floats, zeros for row −1. False for one that does not exist. row_bytes: scratch for
+// one.
+bool read_ngram_row(const QuantKernels& kernels, NgramTable& table, int32_t id, uint8_t* row_bytes,
+                    float* out);
+// out [T, heads · columns]. asks_first: whether nobody has asked for the rows before.
 std::unique_ptr<Op> make_ngram_rows(const QuantKernels& kernels, std::shared_ptr<NgramTable> table,
-                                    const int32_t* ids, int64_t num_heads, OutputRows out);
+                                    const int32_t* ids, int64_t num_heads, OutputRows out,
+                                    bool asks_first = false);
 // key, query and out [T, C · size], value [T, size]
 std::unique_ptr<Op> make_ngram_gate(const FloatKernels& kernels, InputRows key, InputRows query,
                                     InputRows value, OutputRows out, int64_t num_streams, int64_t size);

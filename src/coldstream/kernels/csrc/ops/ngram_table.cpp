@@ -54,6 +54,14 @@ uint64_t NgramTable::cache_bytes() const {
 }
 
 void NgramTable::will_need(int64_t row) const {
+  if (row < 0 || row >= num_rows) return;
+  if (num_sets_ > 0) {
+    const int64_t set = set_of(row);
+    bool is_there = false;
+    const std::lock_guard<std::mutex> lock(locks_[set % num_locks]);
+    find(set, row, is_there);
+    if (is_there) return;
+  }
   const auto place = static_cast<off_t>(offset_ + static_cast<uint64_t>(row * row_bytes));
   posix_fadvise(fd_, place, row_bytes, POSIX_FADV_WILLNEED);
 }

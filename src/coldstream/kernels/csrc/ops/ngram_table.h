@@ -26,7 +26,8 @@ class NgramTable {
   const QuantType type;
   const int64_t num_rows, num_cols, row_bytes;
 
-  // Asks the system to read the row soon. Only advice.
+  // Asks the system to read the row soon, unless it is kept; nothing for one that does not exist. Only
+  // advice.
   void will_need(int64_t row) const;
   // Copies the row into `out`. Zeros where that fails; `problem` then says why.
   void read(int64_t row, uint8_t* out);
