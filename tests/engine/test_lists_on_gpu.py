@@ -30,14 +30,18 @@ KINDS = [
     replace(SEEDED, temperature=1.5, top_k=0, frequency_penalty=0.7, repeat_last_n=2, n=2),
     replace(SEEDED, temperature=0.9, logprobs=1),
 ]
-EVERY_FAMILY = pytest.mark.parametrize("path", ["qwen35moe", "qwen3moe", "qwen3next"], indirect=True)
+EVERY_FAMILY = pytest.mark.parametrize(
+    "path", ["qwen35moe", "qwen3moe", "qwen3next", "qwen4exp"], indirect=True
+)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 5, 6, 5], [7, 8, 7], [9, 1]]
 
 
 @pytest.fixture(scope="module", params=["qwen35moe"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("lists") / "tiny.gguf"
-    return write_gguf(path, request.param, dims=Dims(layers=2, interval=2))[0]
+    """With n-grams where the family has some."""
+    path, has_ngrams = tmp_path_factory.mktemp("lists") / "tiny.gguf", request.param == "qwen4exp"
+    count = 2 + has_ngrams
+    return write_gguf(path, request.param, dims=Dims(layers=count, interval=count), ngrams=has_ngrams)[0]
 
 
 @pytest.fixture

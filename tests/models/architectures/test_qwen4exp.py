@@ -118,6 +118,13 @@ def test_logits_of_a_gpu_equal_transformers(variant: Variant, tmp_path: Path) ->
 
 
 @pytest.mark.gpu
+def test_logits_of_a_gpu_with_ngrams_equal_transformers(tmp_path: Path) -> None:
+    ids, model = ids_with_ends(131), hf_ngrams()
+    path = convert(model, tmp_path / "model.gguf")
+    assert_gpu_equals(path, ids, hf_logits(model, ids).numpy())
+
+
+@pytest.mark.gpu
 def test_a_gpu_chooses_the_tokens_that_llama_cpp_chooses(tmp_path: Path) -> None:
     model = tiny_qwen4exp(indexer_budget=2048, linear_num_value_heads=4)
     path = convert(model, tmp_path / "model.gguf", Variant(MIXED_TYPES))

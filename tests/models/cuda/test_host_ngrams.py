@@ -1,0 +1,101 @@
+"""The table of n-grams beside a GPU: what is counted, and rows that cannot be read or come too late."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cuda_runner_cases import open_cuda
+from one_sequence import OneSequence
+from runner_cases import token_ids
+
+from bench.runners import open_model_file, resident_plan
+from builders import Dims, make_model, write_model
+from coldstream.errors import GenerationFault, ModelChangedError, StorageError
+from coldstream.gguf.reader import GGUFFile
+from coldstream.models.cuda.capacity import ngram_bytes
+from coldstream.models.cuda.runner import CudaRunner
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+TABLE = "per_layer_token_embd.weight"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The table is the last tensor of the file."""
+    dims = Dims(layers=3, interval=3, experts=4, experts_used=2)
+    model = make_model("qwen4exp", ngrams=True, dims=dims, types={"per_layer_*": "F32"})
+    model.tensors[TABLE] = model.tensors.pop(TABLE)
+    return write_model(tmp_path / "tiny.gguf", model)[0]
+
+
+@pytest.fixture
+def runner(path: Path) -> Iterator[OneSequence]:
+    with open_cuda(path) as opened:
+        yield opened
+
+
+def cuda_of(runner: OneSequence) -> CudaRunner:
+    assert isinstance(runner.runner, CudaRunner)
+    return runner.runner
+
+
+def test_the_plan_counts_what_ram_holds(path: Path, runner: OneSequence) -> None:
+    reader = cuda_of(runner)._ngrams
+    assert reader is not None
+    runner.extend(token_ids(20))
+    taken = reader.mailbox.num_bytes + reader.table.cache_bytes
+    file, spec = open_model_file(path)
+    with file:
+        fixed = resident_plan(file, spec, 256).placement.fixed
+        assert fixed.host_ngrams == ngram_bytes(spec, fixed.chunk_size)
+        assert 0.9 * fixed.host_ngrams < taken < 1.1 * fixed.host_ngrams
+        assert fixed.total == sum(fixed.parts.values())
+    assert reader.table.misses > 0
+    assert cuda_of(runner).reads_file
+
+
+def test_fl01_a_table_that_shrinks_is_an_error(
+    path: Path, runner: OneSequence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the state of the file, and, in the middle of a step, by a row that is not there."""
+    runner.extend(token_ids(5))
+    os.truncate(path, path.stat().st_size - 400 * 4 * 64)
+    with pytest.raises(ModelChangedError, match=r"tiny\.gguf"):
+        runner.extend(token_ids(7))
+    monkeypatch.setattr(GGUFFile, "check_unchanged", lambda file: None)
+    runner.reset()
+    for _ in range(2):
+        with pytest.raises(ModelChangedError, match=r"tiny\.gguf has become shorter: restore the file"):
+            runner.extend(token_ids(60))
+        assert runner.sequence.length == 0
+
+
+def test_a_row_that_cannot_be_read_is_an_error(
+    path: Path, runner: OneSequence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = cuda_of(runner)._ngrams
+    assert reader is not None
+    expected = np.array(runner.extend([3, 4]))
+    assert expected.shape == (256,)
+
+    class Failing:
+        problem = 5
+
+    monkeypatch.setattr(reader, "table", Failing())
+    with pytest.raises(StorageError, match="a row of n-grams cannot be read: Input/output error"):
+        runner.extend([5])
+    assert runner.sequence.length == 0
+
+
+def test_rows_that_come_too_late_are_an_error(runner: OneSequence) -> None:
+    """As kernels say it that have waited for as long as they may."""
+    reader = cuda_of(runner)._ngrams
+    assert reader is not None
+    runner.extend([3, 4])
+    reader.mailbox.done.numpy()[1] = 1
+    with pytest.raises(GenerationFault, match="rows of n-grams were not read in time"):
+        runner.extend([5])
+    assert runner.sequence.length == 0
