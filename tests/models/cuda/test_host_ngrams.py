@@ -69,24 +69,21 @@ def test_fl01_a_table_that_shrinks_is_an_error(
     runner.reset()
     for _ in range(2):
         with pytest.raises(ModelChangedError, match=r"tiny\.gguf has become shorter: restore the file"):
-            runner.extend(token_ids(60))
+            np.array(runner.extend(token_ids(60)))
         assert runner.sequence.length == 0
 
 
-def test_a_row_that_cannot_be_read_is_an_error(
-    path: Path, runner: OneSequence, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_that_cannot_be_read_is_an_error(runner: OneSequence, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = cuda_of(runner)._ngrams
     assert reader is not None
-    expected = np.array(runner.extend([3, 4]))
-    assert expected.shape == (256,)
+    runner.extend([3, 4])
 
     class Failing:
         problem = 5
 
     monkeypatch.setattr(reader, "table", Failing())
     with pytest.raises(StorageError, match="a row of n-grams cannot be read: Input/output error"):
-        runner.extend([5])
+        np.array(runner.extend([5]))
     assert runner.sequence.length == 0
 
 
@@ -97,5 +94,5 @@ def test_rows_that_come_too_late_are_an_error(runner: OneSequence) -> None:
     runner.extend([3, 4])
     reader.mailbox.done.numpy()[1] = 1
     with pytest.raises(GenerationFault, match="rows of n-grams were not read in time"):
-        runner.extend([5])
+        np.array(runner.extend([5]))
     assert runner.sequence.length == 0
