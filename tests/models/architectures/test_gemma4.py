@@ -15,6 +15,7 @@ from family_cases import (
     gpu_logits,
     random_ids,
 )
+from transformers import PreTrainedModel
 
 from builders import TinyModel, read_model, write_model
 from coldstream.errors import InconsistentError, UnsupportedError
@@ -42,6 +43,8 @@ OTHERWISE: dict[str, dict[str, Any]] = {
         }
     },
 }
+# Of scores: heads of 512 are so much longer than those of 128, and nothing divides by that.
+LONGER = 2
 NORMS = (
     "post_attention_layernorm",
     "pre_feedforward_layernorm",
@@ -147,6 +150,33 @@ def test_logits_of_a_gpu_on_the_host_equal_transformers(
     path = convert(model, tmp_path / "model.gguf")
     with gpu_on(compiled_for_the_host):
         assert_gpu_equals(path, ids, hf_logits(model, ids).numpy())
+
+
+def largest_heads() -> PreTrainedModel:
+    """Two layers with heads as large as published."""
+    return tiny_gemma4(
+        num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"],
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=256,
+        global_head_dim=512,
+    )
+
+
+@pytest.mark.gpu
+def test_the_largest_heads_on_a_gpu(tmp_path: Path) -> None:
+    ids, model = random_ids(300), largest_heads()
+    path = convert(model, tmp_path / "model.gguf")
+    assert_gpu_equals(path, ids, hf_logits(model, ids).numpy(), LONGER)
+
+
+@pytest.mark.sharded(of="models on a GPU")
+def test_the_largest_heads_on_a_gpu_of_the_host(compiled_for_the_host: HostDevice, tmp_path: Path) -> None:
+    ids, model = random_ids(24), largest_heads()
+    path = convert(model, tmp_path / "model.gguf")
+    with gpu_on(compiled_for_the_host):
+        assert_gpu_equals(path, ids, hf_logits(model, ids).numpy(), LONGER)
 
 
 @pytest.mark.gpu
