@@ -14,7 +14,8 @@ from coldstream.kvcache import Batch, CacheSize, Segment
 from dflash_cases import for_target, random_tensors, spec_of, write_converted
 from ram_budgets import least_ram
 
-FAMILIES = ("laguna", "gpt-oss", "gemma4", "qwen4exp")
+ONE_STREAM = ("laguna", "gpt-oss", "gemma4")  # which a drafter of another model reads
+FAMILIES = (*ONE_STREAM, "qwen4exp")
 OPTIONS = {"qwen4exp": {"ngrams": True}}
 TYPES = {"*_exps.weight": "Q4_K", "*.ffn_down_exps.weight": "Q6_K"}
 DIMS = Dims(experts=32, experts_used=4)
@@ -78,6 +79,7 @@ def test_experts_from_the_disk_change_no_token(path: Path, answers: list[list[in
     assert outputs == answers
 
 
+@pytest.mark.parametrize("path", ONE_STREAM, indirect=True)
 def test_drafts_of_another_model_change_no_token(
     path: Path, answers: list[list[int]], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -117,9 +119,10 @@ def check_tree(runner: OneSequence, plain: OneSequence, prompt: list[int]) -> No
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trees_on_a_gpu_with_half_of_the_experts(family: str, tmp_path: Path) -> None:
-    """With sinks, windows that differ by layer, and gates."""
-    dims = Dims(layers=3, experts=8, experts_used=3)
-    (path,) = write_gguf(tmp_path / "model.gguf", family, types=TYPES, dims=dims)
+    """With sinks, windows that differ by layer, gates, and n-grams."""
+    path = write_family(
+        tmp_path / "model.gguf", family, Dims(layers=3, interval=3, experts=8, experts_used=3)
+    )
     size = CacheSize.of(2, 256, num_trees=1)
     with (
         open_cpu(path, threads=1, context_length=256) as plain,
