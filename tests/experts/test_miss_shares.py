@@ -230,6 +230,20 @@ def test_copies_ahead_are_kept_where_steps_take_less_with_them(
     assert (ahead.best > 0) == (slowed == 0.0)
 
 
+def test_a_number_of_copies_ahead_that_is_tried_contradicts_nothing() -> None:
+    """Though the CPU takes much longer for an expert beside three copies."""
+    true = replace(TRUE, layer=40_000, cpu_left=800)
+    shares = MissShares(true, 8, Controls(Moves.IF_CONTRADICTED, Moves.NEVER), CopiesAhead(0, 3, 0))
+    steps, counts = Steps(2, 0, ALL_LAYERS, slowed=0.6), []
+    shares.begin(steps.seen())
+    for _ in range(40):
+        steps.run(shares, true)
+        shares.learn(steps.seen())
+        counts.append(bool(shares.words()[0][BY_FETCHES].any()))
+    assert True in counts
+    assert shares.statistics(RANKS).updates == 0  # type: ignore[union-attr]
+
+
 REQUEST_NS = 60_000  # about two experts' time
 WITH_REQUEST = replace(TRUE, answer=TRUE.answer + REQUEST_NS)
 

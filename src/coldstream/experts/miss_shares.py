@@ -146,12 +146,13 @@ class MissShares:
         bus = Work(steps.bus_pairs, 1e9 * steps.bus_s)
         self._totals.add(cpu, bus, steps.steps, steps.seconds)
         self._overhead.learn(requests, pairs, seconds)
-        self._contradiction.learn(cpu, bus, self._overhead.units)
         overhead = self._overhead.units
+        is_ahead_trying = self._ahead is not None and self._ahead.is_trying
         if self._ahead is not None:
             self._learn_ahead(self._ahead, steps, (seen.misses - before.misses) / steps.steps)
+        if not is_ahead_trying:  # copies ahead slow the CPU down
+            self._contradiction.learn(cpu, bus, overhead)
         # Of several controllers that try something, only one does at a time.
-        is_ahead_trying = self._ahead is not None and self._ahead.is_trying
         if self._is_moving(self._controls.threads) and not self._tilt.is_trying and not is_ahead_trying:
             self._threads.learn(cpu.whole(overhead), bus)
         if not self._is_moving(self._controls.shares):
