@@ -111,7 +111,10 @@ def on_the_host(
     ],
 )
 def test_drafts_on_the_host(tmp_path: Path, arch: str, has_mtp: bool, share: float | None) -> None:
-    (path,) = write_gguf(tmp_path / "tiny.gguf", arch, dims=SMALL_EXPERTS, nextn=has_mtp, quant="Q8_0")
+    parts = {"nextn": has_mtp, "quant": "Q8_0", "dims": SMALL_EXPERTS}
+    if arch == "qwen4exp":
+        parts |= {"ngrams": True, "dims": replace(SMALL_EXPERTS, layers=3, interval=3)}
+    (path,) = write_gguf(tmp_path / "tiny.gguf", arch, **parts)
     params = replace(SEEDED, max_tokens=6, ignore_eos=True)
     prompts = [[1, 2, 3, 1, 2]]
     with (

@@ -56,9 +56,12 @@ def check_fused_steps(both: Pair) -> None:
     assert np.array_equal(both.gpu.prefill([root]), both.cpu.prefill([root]))
 
 
+@pytest.mark.sharded(of="models on a GPU")
 @pytest.mark.usefixtures("gpu")
-def test_fused_steps_draft_what_the_host_drafts(tmp_path: Path) -> None:
-    with pair(write_variant(tmp_path, "dense")) as both:
+@pytest.mark.parametrize("name", ["dense", "streams, n-grams"])
+def test_fused_steps_draft_what_the_host_drafts(tmp_path: Path, name: str) -> None:
+    """Also where the host reads rows of n-grams for tokens that it does not know yet."""
+    with pair(write_variant(tmp_path, name)) as both:
         check_fused_steps(both)
 
 
@@ -128,7 +131,7 @@ def test_there_are_no_fused_steps_where_the_device_cannot_run_them(tmp_path: Pat
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["moe", "dense", "own tables"])
+@pytest.mark.parametrize("name", ["moe", "dense", "own tables", "streams, n-grams"])
 def test_fused_steps_on_a_gpu_draft_what_the_host_drafts(tmp_path: Path, name: str) -> None:
     with pair(write_variant(tmp_path, name)) as both:
         check_fused_steps(both)
