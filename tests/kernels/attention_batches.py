@@ -27,6 +27,7 @@ from coldstream.kernels.attention.workspace_sizes import rows_at_once
 from coldstream.kernels.cpu_ops import batch_rows
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.limits import DeviceLimits
+from coldstream.kernels.indexer.records import ChosenBlocks
 from coldstream.kernels.ops import (
     BLOCK_POSITIONS,
     AttentionHeads,
@@ -156,6 +157,7 @@ class BatchCase:
     most_positions: int = MOST_POSITIONS
     kind: Kind = USUAL
     is_deep: bool = True
+    choice: tuple[int, float] | None = None  # positions of a block, and the share of blocks that rows see
 
     @property
     def cache_type(self) -> CacheType:
@@ -179,7 +181,21 @@ class BatchCase:
             *(random(num_rows, num_kv_heads * head_dim) for _ in "kv"),
             rope_angles(positions, RopeSpec(16, 1e4)),
             None if gate_width is None else 3 * random(num_rows, gate_width),
+            self.chosen(),
         )
+
+    def chosen(self) -> ChosenBlocks | None:
+        """Random blocks for each row, at least one that it sees."""
+        if self.choice is None:
+            return None
+        (block_size, share), source = self.choice, Random(self.seed)
+        positions, num_words = self.rows().positions, -(-self.most_positions // (32 * block_size))
+        words = torch.zeros(len(positions), num_words, dtype=torch.int64)
+        for row, position in enumerate(positions.tolist()):
+            blocks = range(position // block_size + 1)
+            for block in {source.choice(blocks), *(each for each in blocks if source.random() < share)}:
+                words[row, block // 32] |= 1 << block % 32
+        return ChosenBlocks(torch.where(words >= 1 << 31, words - (1 << 32), words).int(), block_size)
 
     def layer(self) -> AttentionHeads:
         generator = torch.Generator().manual_seed(self.seed + 1)
@@ -229,13 +245,19 @@ class BatchCase:
 
     def on_cpu(self, runtime: _csrc.Runtime) -> Results:
         """The same by the C++ kernels."""
-        inputs, caches, rows = self.inputs(), self.caches(), self.rows()
+        caches = self.caches()
+        return self.attend_on_cpu(runtime, caches), caches.k, caches.v
+
+    def attend_on_cpu(self, runtime: _csrc.Runtime, caches: Caches) -> torch.Tensor:
+        """The result alone, over these caches."""
+        inputs, rows, chosen = self.inputs(), self.rows(), self.chosen()
         out = Output(len(rows.positions), self.heads[0] * self.heads[2])
         _csrc.attention(
             runtime, inputs.query_gate, inputs.key, inputs.value, inputs.angles, self.layer(),
             caches.k, caches.v, rows.positions, rows.state_ids, out.rows, batch_rows(rows.batch), inputs.gate,
+            None if chosen is None else (chosen.words, chosen.block_size),
         )  # fmt: skip
-        return out.checked(), caches.k, caches.v
+        return out.checked()
 
 
 def on(device: str, of: T) -> T:

@@ -4,8 +4,17 @@ import pytest
 import torch
 
 from cache_shape import Shape
+from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.reference_ops import ReferenceOps
-from coldstream.kvcache.cache import MAX_SEQUENCES, AttentionState, CacheSize, DeltaNetState, ModelCache
+from coldstream.kvcache.cache import (
+    MAX_SEQUENCES,
+    AttentionState,
+    CacheSize,
+    DeltaNetState,
+    ModelCache,
+    kv_token_bytes,
+)
+from coldstream.kvcache.cache_bytes import block_bytes, read_block, write_block
 
 
 def test_shapes_and_bytes() -> None:
@@ -21,6 +30,28 @@ def test_shapes_and_bytes() -> None:
     assert first.state.dtype == first.conv_state.dtype == torch.float32
     assert cache.num_bytes == 5 * (2 * 100 * 2 * 8 * 2 + 2 * (3 * 24 + 3 * 4 * 4) * 4)
     assert ModelCache(Shape(), ReferenceOps(), 5, 100, "f32").layers[1].k.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("kv_type", "num_bytes"), [("f32", 4), ("i16", 2)])
+def test_an_indexer_keeps_a_row_of_every_position(kv_type: str, num_bytes: int) -> None:
+    shape = Shape(kv_heads=((2, 16),), index_dim=24)
+    cache = ModelCache.in_blocks(shape, CpuOps(1), CacheSize(3, 1), kv_type)
+    layer = cache.layers[1]
+    assert isinstance(layer, AttentionState)
+    assert layer.index.shape == (3, 256, 1, 24)
+    assert layer.index.nbytes == 3 * 256 * 24 * num_bytes
+    assert any(tensor is layer.index for tensor in cache.tensors())
+    plain = kv_token_bytes(Shape(kv_heads=((2, 16),)), kv_type)
+    assert (
+        kv_token_bytes(shape, kv_type) == plain + 24 * num_bytes == sum(a[0, 0].nbytes for a in layer.arrays)
+    )
+    for array in layer.arrays:
+        array[0], array[1] = 1, 0
+    cache.copy_block(0, 1, 100)
+    assert all((array[1, :100] == 1).all() and (array[1, 100:] == 0).all() for array in layer.arrays)
+    assert block_bytes(cache, 100) == 100 * kv_token_bytes(shape, kv_type)
+    write_block(cache, 2, 100, read_block(cache, 0, 100))
+    assert all((array[2, :100] == 1).all() for array in layer.arrays)
 
 
 def test_every_tensor_is_its_own() -> None:

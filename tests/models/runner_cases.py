@@ -92,8 +92,15 @@ VARIANTS = {
     ),
     "qwen4exp-ngrams": ("qwen4exp", {"ngrams": True, "types": {**MIX, "per_layer_*": "IQ4_NL"}}),
 }
+# With what a GPU has no kernels for.
+CPU_VARIANTS = {
+    **VARIANTS,
+    # Whose rows attend to few of the positions before them.
+    "qwen4exp-indexed": ("qwen4exp", {"types": MIX, "dims": Dims(top_k=16)}),
+}
 # A model of each architecture with experts.
 FAMILIES = ("moe", "qwen3moe", "qwen3next", "qwen4exp", "qwen4exp-ngrams", "laguna", "gpt-oss", "gemma4")
+CPU_FAMILIES = (*FAMILIES, "qwen4exp-indexed")
 # Architectures whose layers differ, each with the types of cache that tests over several take it with.
 MIXED_LAYERS = [
     ("qwen35moe", "i16"),
@@ -114,8 +121,8 @@ MIXED_LAYERS_OF_A_GPU = [
 
 
 def write_variant(folder: Path, name: str) -> Path:
-    """The model of `VARIANTS` with that name."""
-    arch, options = VARIANTS[name]
+    """The model of `CPU_VARIANTS` with that name."""
+    arch, options = CPU_VARIANTS[name]
     path = folder / f"{name}.gguf"
     write_gguf(path, arch, **options)  # type: ignore[arg-type]
     return path

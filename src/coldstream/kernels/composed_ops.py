@@ -186,7 +186,7 @@ class ComposedOps(ABC):
             return None
         return ffn_of_products(self, x, weights.shared)
 
-    def commit_attention(self, caches: Sequence[tuple[Array, Array]], path: CommittedPath) -> None:
+    def commit_attention(self, caches: Sequence[tuple[Array, ...]], path: CommittedPath) -> None:
         count, first = int(path.count[0]), int(path.first[0])
         old = first + path.sources[:count]
         new = self.int_vector(range(first, first + count))

@@ -18,8 +18,10 @@ from coldstream.kernels import _csrc
 from coldstream.kernels.arena import Arena
 from coldstream.kernels.composed_ops import ComposedOps
 from coldstream.kernels.gathered_rows import read_rows
+from coldstream.kernels.indexer.records import ChosenBlocks, IndexerHeads, IndexerInputs
 from coldstream.kernels.ngram import NGRAM_CACHE_BYTES
 from coldstream.kernels.ops import (
+    BLOCK_POSITIONS,
     SWIGLU,
     Activation,
     AttentionHeads,
@@ -332,12 +334,11 @@ class CpuOps(ComposedOps):
 
     def rope_angles(self, positions: Array, rope: RopeSpec) -> Array:
         out = self._empty(positions.shape[0], rope.num_dims // 2, 2)
-        scaling = rope.scaling
-        if scaling is None:
-            _csrc.rope_angles(self._runtime, positions, rope.theta, out)
-        else:
+        scaling, factors, magnitude = rope.scaling, None, 1.0
+        if scaling is not None:
             factors = np.array(scaling.frequency_factors, np.float64)
-            _csrc.rope_angles(self._runtime, positions, rope.theta, out, factors, scaling.magnitude)
+            magnitude = scaling.magnitude
+        _csrc.rope_angles(self._runtime, positions, rope.theta, out, factors, magnitude, rope.block_size)
         return out
 
     def attention(self, inputs: AttentionInputs, heads: AttentionHeads, caches: Caches, rows: Rows) -> Array:
@@ -346,8 +347,20 @@ class CpuOps(ComposedOps):
         _csrc.attention(
             self._runtime, inputs.query_gate, inputs.key, inputs.value, inputs.angles, heads,
             caches.k, caches.v, rows.positions, rows.state_ids, out, batch_rows(rows.batch), inputs.gate,
+            None if inputs.chosen is None else (inputs.chosen.words, inputs.chosen.block_size),
         )  # fmt: skip
         return out
+
+    def choose_blocks(
+        self, inputs: IndexerInputs, heads: IndexerHeads, cache: Array, rows: Rows
+    ) -> ChosenBlocks:
+        length = cache.shape[1] if rows.batch is None else rows.batch.tables.shape[1] * BLOCK_POSITIONS
+        words = self._empty(len(inputs.key), heads.num_words(length), dtype=np.dtype(np.int32))
+        _csrc.choose_blocks(
+            self._runtime, inputs.query, inputs.key, inputs.angles, inputs.block_angles, heads, cache,
+            rows.positions, rows.state_ids, words, batch_rows(rows.batch),
+        )  # fmt: skip
+        return ChosenBlocks(words, heads.block_size)
 
     def gated_delta_net(
         self, inputs: DeltaNetInputs, weights: DeltaNetWeights, conv_state: Array, state: Array
@@ -363,10 +376,11 @@ class CpuOps(ComposedOps):
         )  # fmt: skip
         return out
 
-    def commit_attention(self, caches: Sequence[tuple[Array, Array]], path: CommittedPath) -> None:
+    def commit_attention(self, caches: Sequence[tuple[Array, ...]], path: CommittedPath) -> None:
         sources = path.sources[: self._num_rows_of(path)]
-        for k_cache, v_cache in caches:
-            _csrc.commit_attention(self._runtime, k_cache, v_cache, path.first, sources, path.table)
+        for k_cache, v_cache, *others in caches:
+            for pair in ((k_cache, v_cache), *((cache, None) for cache in others)):
+                _csrc.commit_attention(self._runtime, *pair, path.first, sources, path.table)
 
     def commit_delta_net(self, layers: Sequence[RecurrentLayer], path: CommittedPath) -> None:
         kept_ids = path.kept[: self._num_rows_of(path)]

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from coldstream.errors import UnsupportedError
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.arithmetic.quantised import GROUP_SIZE
 from coldstream.kernels.attention.arguments import (
@@ -47,6 +48,7 @@ from coldstream.kernels.gated_delta_net.cuda import (
     delta_net_replay_cuda,
 )
 from coldstream.kernels.hyper_connections.cuda import inject_norm_cuda, mix_streams_cuda, scaled_silu_cuda
+from coldstream.kernels.indexer.records import ChosenBlocks, IndexerHeads, IndexerInputs
 from coldstream.kernels.linear.add_bias import add_bias_cuda
 from coldstream.kernels.ngram.cuda_ops import CudaNgrams
 from coldstream.kernels.ops import (
@@ -289,9 +291,12 @@ class CudaOps(CudaNgrams):
             self.launch(delta_net_decode_cuda, *operands, between, computes_chains=not rows.batch.has_prompts)
         return out
 
-    def commit_attention(
-        self, caches: Sequence[tuple[DeviceArray, DeviceArray]], path: CommittedPath
-    ) -> None:
+    def choose_blocks(
+        self, inputs: IndexerInputs, heads: IndexerHeads, cache: DeviceArray, rows: Rows
+    ) -> ChosenBlocks:
+        raise UnsupportedError("no GPU kernels for indexers are there yet; use --device cpu")
+
+    def commit_attention(self, caches: Sequence[tuple[DeviceArray, ...]], path: CommittedPath) -> None:
         self.launch(move_rows_cuda, caches, path)
 
     def commit_delta_net(self, layers: Sequence[RecurrentLayer], path: CommittedPath) -> None:

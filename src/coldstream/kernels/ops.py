@@ -21,6 +21,7 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 
 from coldstream.gguf.reader import GGUFFile, TensorInfo
+from coldstream.kernels.indexer.records import ChosenBlocks, IndexerHeads, IndexerInputs
 
 Array = Any  # see the module docstring
 Weight = Any  # result of `load_weight` of the same Ops, opaque to others
@@ -135,6 +136,7 @@ class RopeSpec:
     num_dims: int
     theta: float
     scaling: RopeScaling | None = None
+    block_size: int = 1  # positions that turn by the angles of the first of them
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,8 @@ class AttentionInputs:
     value: Array  # [T, G·D]
     angles: Array  # [T, rope dimensions / 2, 2], contiguous; see `Ops.rope_angles`
     gate: Array = None  # [T, H] of kind "head", [T, H·D] of kind "element", else None
+    chosen: ChosenBlocks | None = None  # None: rows see all positions up to their own
+    indexer: IndexerInputs | None = None  # of what is to choose them
 
 
 @dataclass(frozen=True)
@@ -171,6 +175,7 @@ class Caches:
 
     k: Array  # [sequences, positions, G, row], in a batch [blocks, BLOCK_POSITIONS, G, row]
     v: Array
+    index: Array = None  # of the indexer, [sequences, positions, 1, d], float16 or float32; None without one
 
 
 @dataclass(frozen=True)
@@ -542,9 +547,14 @@ class Ops(Protocol):
         Queries and keys are RMS-normed per head where there are norms, then rotated by `inputs.angles`; keys
         and values are written into the caches at `rows`. Each row attends to positions 0 … its own of its
         sequence, in a batch to the committed positions, its ancestors and itself; with a window only to the
-        last `heads.window` of these positions. The result is multiplied as `heads.output_gate` says. Mutates
-        both caches.
+        last `heads.window` of these positions, and of all those only to the blocks in `inputs.chosen`. The
+        result is multiplied as `heads.output_gate` says. Mutates both caches.
         """
+
+    def choose_blocks(
+        self, inputs: IndexerInputs, heads: IndexerHeads, cache: Array, rows: Rows
+    ) -> ChosenBlocks:
+        """The blocks that each row attends to; docs of `kernels/indexer/reference.py`. Mutates the cache."""
 
     def gated_delta_net(
         self, inputs: DeltaNetInputs, weights: DeltaNetWeights, conv_state: Array, state: Array
@@ -557,10 +567,10 @@ class Ops(Protocol):
         `kernels/gated_delta_net/reference.py`.
         """
 
-    def commit_attention(self, caches: Sequence[tuple[Array, Array]], path: CommittedPath) -> None:
+    def commit_attention(self, caches: Sequence[tuple[Array, ...]], path: CommittedPath) -> None:
         """Copies keys and values of the path's rows to the positions after the committed ones.
 
-        Mutates each layer's two caches, [blocks, BLOCK_POSITIONS, G, row].
+        Mutates each layer's caches, [blocks, BLOCK_POSITIONS, G, row]: two, and that of its indexer.
         """
 
     def commit_delta_net(self, layers: Sequence[RecurrentLayer], path: CommittedPath) -> None:

@@ -18,6 +18,8 @@ from coldstream.kernels.gated_delta_net.batch import gated_delta_net_batch
 from coldstream.kernels.gated_delta_net.exact import gated_delta_net_exact
 from coldstream.kernels.gated_delta_net.reference import gated_delta_net
 from coldstream.kernels.hyper_connections import reference as hyper_connections
+from coldstream.kernels.indexer.records import ChosenBlocks, IndexerHeads, IndexerInputs
+from coldstream.kernels.indexer.reference import choose_blocks, choose_blocks_exact
 from coldstream.kernels.linear.reference import linear, linear_exact
 from coldstream.kernels.ngram import reference as ngram
 from coldstream.kernels.ops import (
@@ -66,6 +68,7 @@ class ReferenceOps(ComposedOps):
         self._multiply = linear_exact if exact else linear
         self._rms_norm = rms_norm_exact if exact else rms_norm
         self._attention = attention_exact if exact else attention
+        self._choose_blocks = choose_blocks_exact if exact else choose_blocks
         self._gated_delta_net = gated_delta_net_exact if exact else gated_delta_net
         self._choose_experts = choose_experts_exact if exact else choose_experts
         self._activate = glu_exact if exact else glu
@@ -213,6 +216,11 @@ class ReferenceOps(ComposedOps):
         self, inputs: AttentionInputs, heads: AttentionHeads, caches: Caches, rows: Rows
     ) -> torch.Tensor:
         return self._attention(inputs, heads, caches, rows)
+
+    def choose_blocks(
+        self, inputs: IndexerInputs, heads: IndexerHeads, cache: torch.Tensor, rows: Rows
+    ) -> ChosenBlocks:
+        return self._choose_blocks(inputs, heads, cache, rows)
 
     def gated_delta_net(
         self, inputs: DeltaNetInputs, weights: DeltaNetWeights, conv_state: torch.Tensor, state: torch.Tensor

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol, Self
 
-from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
+from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, ELEMENT_BYTES
 from coldstream.kernels.ops import BLOCK_POSITIONS, MAX_TREE_ROWS, Array, KeptInputs, NgramState, Ops
 from coldstream.placement.plan import FixedPart
 
@@ -25,6 +25,8 @@ class CacheShape(Protocol):
     def layer_kinds(self) -> tuple[str, ...]: ...
     @property
     def kv_heads(self) -> tuple[tuple[int, int], ...]: ...
+    @property
+    def index_dim(self) -> int: ...
     @property
     def conv_kernel(self) -> int: ...
     @property
@@ -53,6 +55,12 @@ class AttentionState:
 
     k: Array
     v: Array
+    index: Array = None  # keys of an indexer, [sequences, positions, 1, d]; None without one
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """All that there are, each of the same positions."""
+        return (self.k, self.v) if self.index is None else (self.k, self.v, self.index)
 
 
 @dataclass(frozen=True)
@@ -175,9 +183,10 @@ class ModelCache:
             if kind == "attention":
                 num_heads, head_dim = next(kv_heads)
                 kv_shape = (*places, num_heads, layout.row_elements(head_dim))
-                return AttentionState(
-                    ops.zeros(kv_shape, layout.element), ops.zeros(kv_shape, layout.element)
-                )
+                k, v = (ops.zeros(kv_shape, layout.element) for _ in range(2))
+                if not shape.index_dim:
+                    return AttentionState(k, v)
+                return AttentionState(k, v, ops.zeros((*places, 1, shape.index_dim), index_element(kv_type)))
             layer = next(layers_before)
             conv_state, state = (array[layer] for array in self._recurrent[:2])
             kept = kept_inputs() if num_tree_rows else None
@@ -256,11 +265,13 @@ class ModelCache:
             array[:, target] = array[:, source]
 
     def copy_block(self, source: int, target: int, num_positions: int) -> None:
-        """Copies keys and values of the first `num_positions` of a block to another."""
+        """Copies what layers keep of the first `num_positions` of a block to another."""
         for layer in self.layers:
             if isinstance(layer, AttentionState):
                 layer.k[target, :num_positions] = layer.k[source, :num_positions]
                 layer.v[target, :num_positions] = layer.v[source, :num_positions]
+                if layer.index is not None:
+                    layer.index[target, :num_positions] = layer.index[source, :num_positions]
 
 
 def state_bytes(shape: CacheShape) -> int:
@@ -285,6 +296,13 @@ def kept_bytes(shape: CacheShape) -> int:
 
 
 def kv_token_bytes(shape: CacheShape, kv_type: str) -> int:
-    """Bytes of the keys and values of one position."""
+    """Bytes of the keys and values of one position, and of what indexers keep of it."""
     layout = CACHE_LAYOUTS[kv_type]
-    return 2 * sum(num_heads * layout.row_bytes(head_dim) for num_heads, head_dim in shape.kv_heads)
+    of_heads = 2 * sum(num_heads * layout.row_bytes(head_dim) for num_heads, head_dim in shape.kv_heads)
+    of_index = shape.index_dim * ELEMENT_BYTES[index_element(kv_type)]
+    return of_heads + len(shape.kv_heads) * of_index
+
+
+def index_element(kv_type: str) -> str:
+    """The type of an indexer's cache beside keys and values of `kv_type`."""
+    return "float32" if kv_type == "f32" else "float16"

@@ -47,8 +47,7 @@ def write_state(cache: ModelCache, state_id: int, content: Content) -> None:
 def _block_parts(cache: ModelCache, block: int, num_positions: int) -> Iterator[Array]:
     for layer in cache.layers:
         if isinstance(layer, AttentionState):
-            yield layer.k[block, :num_positions]
-            yield layer.v[block, :num_positions]
+            yield from (array[block, :num_positions] for array in layer.arrays)
 
 
 def _state_parts(cache: ModelCache, state_id: int) -> Iterator[Array]:

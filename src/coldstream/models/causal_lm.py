@@ -113,8 +113,9 @@ class CausalLM:
 
     def angles(self, rows: Rows) -> Angles:
         """`Ops.rope_angles` of the rows, for each rotary embedding that a layer has."""
-        mixers = (block.mixer for block in self.blocks)
-        ropes = dict.fromkeys(mixer.rope for mixer in mixers if isinstance(mixer, AttentionWeights))
+        mixers = [block.mixer for block in self.blocks if isinstance(block.mixer, AttentionWeights)]
+        ropes = dict.fromkeys(mixer.rope for mixer in mixers)
+        ropes |= dict.fromkeys(mixer.indexer.block_rope for mixer in mixers if mixer.indexer is not None)
         return {rope: self.ops.rope_angles(rows.positions, rope) for rope in ropes}
 
     def through_blocks(
@@ -159,7 +160,7 @@ class CausalLM:
         caches, recurrent = [], []
         for block, state in zip(self.blocks, cache.layers, strict=True):
             if isinstance(state, AttentionState):
-                caches.append((state.k, state.v))
+                caches.append(state.arrays)
                 continue
             assert isinstance(block.mixer, GatedDeltaNetWeights)
             assert state.kept is not None, "a cache for draft trees keeps their inputs"
@@ -181,10 +182,13 @@ class CausalLM:
         self, block: Block, x: Array, angles: Angles, state: LayerState, rows: Rows
     ) -> AttentionInputs | DeltaNetInputs:
         """What the mixer of a block reads of normed x [T, E]."""
-        if isinstance(block.mixer, AttentionWeights):
-            return project_attention(self.ops, x, block.mixer, angles[block.mixer.rope])
+        mixer = block.mixer
+        if isinstance(mixer, AttentionWeights):
+            of_rows = angles[mixer.rope]
+            of_blocks = None if mixer.indexer is None else angles[mixer.indexer.block_rope]
+            return project_attention(self.ops, x, mixer, of_rows, of_blocks)
         assert not isinstance(state, AttentionState)
-        return project_gated_delta_net(self.ops, x, block.mixer, rows.keeping(state.kept))
+        return project_gated_delta_net(self.ops, x, mixer, rows.keeping(state.kept))
 
     def mix(
         self, block: Block, inputs: AttentionInputs | DeltaNetInputs, state: LayerState, rows: Rows
@@ -193,7 +197,8 @@ class CausalLM:
         if isinstance(inputs, AttentionInputs):
             assert isinstance(block.mixer, AttentionWeights)
             assert isinstance(state, AttentionState)
-            return attention(self.ops, inputs, block.mixer, Caches(state.k, state.v), rows)
+            caches = Caches(state.k, state.v, state.index)
+            return attention(self.ops, inputs, block.mixer, caches, rows)
         assert isinstance(block.mixer, GatedDeltaNetWeights)
         assert not isinstance(state, AttentionState)
         return gated_delta_net(self.ops, inputs, block.mixer, state.conv_state, state.state)

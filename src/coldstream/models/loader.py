@@ -8,6 +8,7 @@ import numpy as np
 from coldstream.errors import UnsupportedError
 from coldstream.gguf.messages import shorten
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.indexer.records import IndexerHeads
 from coldstream.kernels.ops import (
     Array,
     AttentionHeads,
@@ -23,7 +24,7 @@ from coldstream.kernels.ops import (
     RouterWeights,
     Weight,
 )
-from coldstream.layers.attention import AttentionWeights
+from coldstream.layers.attention import AttentionWeights, IndexerWeights
 from coldstream.layers.gated_delta_net import GatedDeltaNetWeights
 from coldstream.layers.hyper_connections import HyperConnectionWeights
 from coldstream.layers.moe import MoeWeights, ParallelFfn
@@ -148,7 +149,7 @@ class Loader:
 
     def block(self, index: int) -> Block:
         """The weights of a layer, of the trunk or, from `spec.num_layers` on, of an MTP block."""
-        prefix, layer = f"blk.{index}.", self.spec.blocks[index]
+        prefix, layer = f"blk.{index}.", (self.spec.layers + self.spec.nextn.layers)[index]
         return Block(
             attn_norm=self.entry(prefix, layer.ngram),
             mixer=self.attention(prefix, layer.mixer)
@@ -239,6 +240,24 @@ class Loader:
                 sinks=self.vector(f"{prefix}attn_sinks.weight") if spec.sinks else None,
             ),
             rope=self.rope(spec),
+            indexer=self.indexer(prefix, spec) if spec.indexer is not None and self.spec.is_indexed else None,
+        )
+
+    def indexer(self, prefix: str, spec: AttentionSpec) -> IndexerWeights:
+        indexer, name = spec.indexer, f"{prefix}indexer."
+        assert indexer is not None, "the layer has one"
+        heads = IndexerHeads(
+            q_norm=self.vector(f"{name}q_norm.weight"),
+            k_norm=self.vector(f"{name}k_norm.weight"),
+            eps=self.spec.rms_norm_eps,
+            top_k=indexer.top_k,
+            block_size=indexer.block_size,
+        )
+        return IndexerWeights(
+            q_proj=self.weight(f"{name}q_proj"),
+            k_proj=self.weight(f"{name}k_proj"),
+            heads=heads,
+            block_rope=replace(self.rope(spec), block_size=indexer.block_size),
         )
 
     def gated_delta_net(

@@ -51,9 +51,9 @@ def read_spec(metadata: Mapping[str, Value], tensors: Mapping[str, TensorInfo]) 
 
 
 def _context_length(numbers: Hyperparameters, blocks: Sequence[LayerSpec]) -> int:
-    """Tokens of a text at most: those of the file, or those for which attention needs no indexer."""
+    """Tokens of a text at most: those of the file, or fewer if it does not say how an indexer chooses."""
     indexers = (block.mixer.indexer for block in blocks if isinstance(block.mixer, AttentionSpec))
-    bounds = [indexer.dense_positions for indexer in indexers if indexer is not None]
+    bounds = [each.dense_positions for each in indexers if each is not None and not each.block_size]
     return min([numbers.integer("context_length", 1, 1 << 24), *bounds])
 
 

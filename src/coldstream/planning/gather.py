@@ -49,7 +49,7 @@ from coldstream.placement.sizes import ModelSizes
 from coldstream.planning.advice import advised
 from coldstream.planning.choose import TooSmall, choose, concrete_config, place, with_ram
 from coldstream.planning.config import EngineConfig
-from coldstream.planning.device_choice import OpenProgress, device_to_plan_for
+from coldstream.planning.device_choice import OpenProgress, device_to_plan_for, spec_for_device
 from coldstream.planning.draft_file import NOTHING_IS_DRAFTED, open_draft
 from coldstream.planning.draft_reason import draft_reason
 from coldstream.planning.facts import DraftNeeds, Facts, ModelFacts, with_kv_type
@@ -104,7 +104,8 @@ def count_on_gpu(
         ring_bytes = max(sizes.expert_bytes)
         limits = replace(limits, expert_bytes=0, ring_bytes=ring_bytes, is_dense=True)
     count = kept_count if is_kept else count_memory
-    plan = count(file, spec.with_window(shape.attention_window), limits, shape.chunk_size)
+    spec = spec.for_context(capacity.ctx_size).with_window(shape.attention_window)
+    plan = count(file, spec, limits, shape.chunk_size)
     return FixedPart(
         ctx_size=capacity.ctx_size,
         kv_type=capacity.kv_type,
@@ -386,6 +387,7 @@ def plan_by_name(
         if profile is not None:
             trace = RoutingTrace.load(profile, routed_model(file, spec))
         config, gpu, warnings = device_to_plan_for(config)
+        spec = spec_for_device(spec, config)
         warnings += why_unusable(hardware_of(gpu))
         hardware = measured_hardware(gpu, progress, again=measure)
         warnings += why_not_kept(hardware)

@@ -1,4 +1,4 @@
-"""Qwen3.8-Flash-Next against `transformers` and llama.cpp, in texts that its indexer leaves whole."""
+"""Qwen3.8-Flash-Next against `transformers`, and llama.cpp in texts that its indexer leaves whole."""
 
 import functools
 import os
@@ -19,15 +19,15 @@ from family_cases import (
 from transformers import PreTrainedModel
 
 from bench.runners import open_cpu_runner, open_model_file
-from builders import SMALL, TinyModel, make_model, write_model
-from coldstream.errors import ConfigError, InconsistentError, ModelChangedError, UnsupportedError
+from builders import SMALL, Dims, TinyModel, make_model, write_model
+from coldstream.errors import InconsistentError, ModelChangedError, UnsupportedError
 from coldstream.kernels.ngram import NGRAM_CACHE_BYTES
 from coldstream.models import ModelSpec, block_tensors, global_tensors
 from coldstream.models.cuda.memory_plan import check_supported
 from coldstream.models.footprint import dense_bytes, ngram_cache_bytes, trunk_bytes
 from coldstream.models.spec.layer_specs import HyperConnectionSpec, IndexerSpec
 from coldstream.planning.config import EngineConfig
-from coldstream.planning.gather import plan_by_name
+from coldstream.planning.device_choice import spec_for_device
 from convert_hf import Variant, convert
 from gguf import GGMLQuantizationType as Type
 from hf_models import NGRAMS, hf_logits, tiny_qwen4exp
@@ -92,14 +92,20 @@ def test_logits_with_ngrams_equal_transformers_and_llama_cpp(seed: int, tmp_path
 
 
 @pytest.mark.sharded
-def test_the_indexer_shortens_what_comes_behind(tmp_path: Path) -> None:
-    """So that a bound which is one too large would show: the next token has other logits in transformers."""
-    ids, model = random_ids(132), hf_model()
-    path = convert(model, tmp_path / "model.gguf")
-    with pytest.raises(ConfigError, match="132 is beyond the 131 tokens that this model attends to without"):
-        plan_by_name(EngineConfig(str(path), device="cpu", ctx_size=132))
+@pytest.mark.parametrize(("budget", "block_size"), [(16, 4), (32, 8), (8, 4)])
+def test_texts_beyond_the_choice_of_the_indexer_equal_transformers(
+    budget: int, block_size: int, tmp_path: Path
+) -> None:
+    """From where it leaves blocks out, which changes the logits of every later token."""
+    ids = random_ids(90)
+    model = tiny_qwen4exp(indexer_budget=budget, indexer_compress_ratio=block_size)
     whole = tiny_qwen4exp(indexer_budget=256)
-    assert np.abs(hf_logits(whole, ids) - hf_logits(model, ids))[131].max() > 1e-3
+    path = convert(model, tmp_path / "model.gguf")
+    expected, seeing_all = (hf_logits(each, ids).numpy() for each in (model, whole))
+    assert np.abs(cpu_logits(path, ids, "f32") - expected).max() < 1e-4
+    first = budget + block_size - 1
+    assert np.abs(seeing_all - expected)[:first].max() < 1e-4
+    assert np.abs(seeing_all - expected)[first:].max(axis=1).min() > 1e-3
 
 
 @pytest.mark.sharded
@@ -150,26 +156,54 @@ def test_the_spec_of_a_file(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
     assert spec_of(tiny(nextn=True)).num_nextn_layers == 1
 
 
-def test_a_text_is_held_to_what_the_indexer_leaves_whole(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
+def test_short_texts_need_no_indexer(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
     spec = spec_of(tiny())
-    assert spec.context_length == 2051
-    assert [each for each in spec.warnings if "at most 2051 tokens" in each]
+    assert (spec.context_length, spec.is_indexed, spec.index_dim, spec.warnings) == (4096, True, 8, ())
+    assert (spec.for_context(2052).index_dim, spec.for_context(2051).index_dim) == (8, 0)
     short = spec_of(key(tiny(), "context_length", 2000))
-    assert (short.context_length, short.warnings) == (2000, ())
+    assert (short.context_length, short.is_indexed, short.warnings) == (2000, False, ())
     assert short.context_bound == "the model was trained for"
+
+
+def test_drafts_need_no_indexer(spec_of: Callable[[TinyModel], ModelSpec], tmp_path: Path) -> None:
+    """The block for multi-token prediction attends to all positions, and keeps keys and values alone."""
+    spec = spec_of(tiny(nextn=True))
+    assert (spec.nextn.indexer, spec.nextn.index_dim, spec.index_dim) == (None, 0, 8)
+    (path,) = write_model(tmp_path / "long.gguf", make_model("qwen4exp", nextn=True, dims=Dims(top_k=16)))
+    with open_cpu_runner(path, threads=2, context_length=64) as runner:
+        assert runner.spec.is_indexed
+        mtp = runner.load_mtp()
+        assert all(layer.index is None for layer in mtp._sequences.tensors.layers)
+
+
+def test_a_gpu_computes_short_texts(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
+    spec = spec_of(make_model("qwen4exp", quant="F32", tokenizer=False))
+    on_gpu = spec_for_device(spec, EngineConfig("tiny.gguf", device="cuda"))
+    assert spec_for_device(spec, EngineConfig("tiny.gguf", device="cpu")) is spec
+    check_supported(on_gpu)
+    assert (on_gpu.context_length, on_gpu.context_bound) == (
+        2051,
+        "this model attends to without its indexer",
+    )
+    assert [each for each in on_gpu.warnings if "which no GPU kernel computes yet: use --device cpu" in each]
+    with pytest.raises(UnsupportedError, match="no GPU kernels for texts of more than 2051 tokens"):
+        check_supported(spec)
 
 
 @pytest.mark.parametrize("sizes", [[0, 0, 0, 0], None], ids=["zeros", "absent"])
 def test_block_sizes_that_a_converter_lost_are_noticed(
     sizes: list[int] | None, spec_of: Callable[[TinyModel], ModelSpec]
 ) -> None:
-    """As many positions as whole blocks of any size may have are left."""
+    """A text has as many positions as whole blocks of any size may have."""
     model = key(tiny(), "attention.compress_ratios", sizes)
     if sizes is None:
         del model.metadata["qwen4exp.attention.compress_ratios"]
     spec = spec_of(model)
     assert spec.context_length == 2048
-    assert [each for each in spec.warnings if "compress_ratios has no block size" in each]
+    assert not spec.is_indexed
+    (warning,) = spec.warnings
+    assert "at most 2048 tokens" in warning
+    assert "compress_ratios has to describe and the converter lost: convert" in warning
 
 
 @pytest.mark.parametrize(
@@ -185,6 +219,13 @@ def test_block_sizes_that_a_converter_lost_are_noticed(
         ("hyper_connection.count", 1, InconsistentError, r"hyper_connection\.count"),
         ("attention.indexer.top_k", 2050, InconsistentError, r"2050 positions are no whole blocks of 4"),
         ("attention.compress_ratios", [4, 0, 0, 8], UnsupportedError, r"compress_ratios.*differs between"),
+        (
+            "attention.compress_ratios",
+            [0, 0, 0, 2],
+            UnsupportedError,
+            r"2\], .*supported: blocks of 4, 8, 16, 32",
+        ),
+        ("attention.indexer.key_length", 2, UnsupportedError, r"2, supported: at least the 4 dimensions"),
     ],
 )
 def test_what_is_refused(
@@ -240,7 +281,7 @@ def test_norms_that_lack_their_one_are_noticed(tmp_path: Path) -> None:
 
 
 def test_ngrams_without_a_gpu_kernel_are_refused(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
-    spec = spec_of(make_model("qwen4exp", quant="F32", tokenizer=False, ngrams=True))
+    spec = spec_of(make_model("qwen4exp", quant="F32", tokenizer=False, ngrams=True)).without_indexer
     check_supported(spec)
     assert spec.ngram is not None
     assert spec.ngram_layer is not None
@@ -290,7 +331,7 @@ def test_fl01_a_table_that_shrinks_is_an_error(tmp_path: Path) -> None:
 
 
 def test_streams_without_a_gpu_kernel_are_refused(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
-    spec = spec_of(make_model("qwen4exp", quant="F32", tokenizer=False))
+    spec = spec_of(make_model("qwen4exp", quant="F32", tokenizer=False)).without_indexer
     check_supported(spec)
     with pytest.raises(UnsupportedError, match="4 residual streams of 4096 values: up to 8, 12288 values"):
         check_supported(replace(spec, hidden_size=4096))

@@ -9,6 +9,7 @@ import pytest
 from builders import SMALL, make_model, write_model
 from coldstream.errors import UnsupportedError
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.indexer.records import INDEXED_BLOCK_SIZES
 from coldstream.kernels.ops import Activation, RouterSpec
 from coldstream.models.read_spec import read_spec
 from coldstream.models.spec.hyperparameters import Hyperparameters
@@ -32,6 +33,8 @@ CHOICES: list[tuple[type, dict[str, Any], str]] = [
     (AttentionSpec, {"qk_norm": "projection"}, "q/k norm projection, supported: none, or a norm of each"),
     (AttentionSpec, {"bias": "all"}, "bias all, supported: none beside gates in the projection of queries"),
     (AttentionSpec, {"causal": False}, "causal False, supported: causal attention"),
+    (AttentionSpec, {"indexer": IndexerSpec(2, 8, 64, 12)}, "indexer's blocks 12, supported: blocks of 4, 8"),
+    (AttentionSpec, {"indexer": IndexerSpec(2, 3, 64, 4)}, "indexer's heads 3, supported: at least the 4"),
     (MoeSpec, {"bias": True}, "expert bias True, supported: biases before another unit than SwiGLU"),
     (MoeSpec, {"bias": True, "activation": Activation("geglu")}, "expert bias True"),
     (MoeSpec, {"router": RouterSpec(own_input=True)}, "router's own input True, supported: one without"),
@@ -46,7 +49,7 @@ COMPUTED: list[tuple[type, dict[str, Any]]] = [
     (AttentionSpec, {"values_are_keys": True}),
     *((AttentionSpec, {"output_gate": gate}) for gate in ("none", "head", "element")),
     (AttentionSpec, {"window": 128}),
-    (AttentionSpec, {"indexer": IndexerSpec(2, 8, 64, 4)}),  # in contexts that need none
+    *((AttentionSpec, {"indexer": IndexerSpec(2, 8, 64, size)}) for size in (0, *INDEXED_BLOCK_SIZES)),
     (MoeSpec, {"shared": "none"}),
     (MoeSpec, {"shared": "plain"}),
     (MoeSpec, {"activation": Activation("geglu")}),

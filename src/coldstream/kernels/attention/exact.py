@@ -23,6 +23,7 @@ from coldstream.kernels.attention.cache_types import CacheType
 from coldstream.kernels.attention.chunks import BLOCK_SIZE, CHUNK_SIZE
 from coldstream.kernels.attention.exact_integers import IntegerHeads
 from coldstream.kernels.attention.reference import finish, normed_heads, split_gate
+from coldstream.kernels.indexer.reference import seen_positions
 from coldstream.kernels.ops import AttentionHeads, AttentionInputs, Caches, Rows
 from coldstream.kernels.rms_norm.reference import rms_norm_exact
 from coldstream.kernels.rope.reference import rotate_exact
@@ -92,7 +93,11 @@ def attention_exact(
         first = first_position(position, heads.window)
         pieces, places = seen(rows, row)
         keys, values = (cache[pieces[first:], places[first:]] for cache in (caches.k, caches.v))
-        outputs.append(attend(heads_of(cache_type, q, keys, values), first, heads.sinks).unsqueeze(0))
+        chosen = None
+        if inputs.chosen is not None:
+            chosen = seen_positions(inputs.chosen, row, position + 1)[first:]
+        of_row = heads_of(cache_type, q, keys, values)
+        outputs.append(attend(of_row, first, heads.sinks, chosen).unsqueeze(0))
     output = cache_type.rotate_back(torch.cat(outputs))
     return finish(output, gate, heads, sigmoid, softplus)
 
@@ -111,13 +116,18 @@ def first_position(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position - window + 1)
 
 
-def attend(heads: Heads, first: int = 0, sinks: torch.Tensor | None = None) -> torch.Tensor:
+def attend(
+    heads: Heads, first: int = 0, sinks: torch.Tensor | None = None, chosen: torch.Tensor | None = None
+) -> torch.Tensor:
     """The result [H, D] of one row that sees the positions from `first`; sinks [H] if there are any.
 
-    Chunks are computed separately, then merged in ascending order.
+    Chunks are computed separately, then merged in ascending order. chosen: whether it sees each of these
+    positions, bool; None: all. A chunk and a block of which it sees none are left out.
     """
     parts = grid_cells(first, first + heads.num_positions, CHUNK_SIZE)
-    return merge_chunks([attend_chunk(heads, first, part) for part in parts], sinks)
+    if chosen is not None:
+        parts = (part for part in parts if chosen[part.start - first : part.stop - first].any())
+    return merge_chunks([attend_chunk(heads, first, part, chosen) for part in parts], sinks)
 
 
 def merge_chunks(chunks: Sequence[Partial], sinks: torch.Tensor | None = None) -> torch.Tensor:
@@ -149,18 +159,22 @@ def grid_cells(first: int, end: int, size: int) -> Iterator[range]:
         yield range(max(first, start), min(end, start + size))
 
 
-def attend_chunk(heads: Heads, first: int, positions: range) -> Partial:
-    """The blocks of one chunk in ascending order, with a running maximum."""
+def attend_chunk(heads: Heads, first: int, positions: range, chosen: torch.Tensor | None = None) -> Partial:
+    """The blocks of one chunk in ascending order, with a running maximum; chosen: as in `attend`."""
+    if chosen is None:
+        chosen = torch.ones(heads.num_positions, dtype=torch.bool)
     maximum = denominator = torch.empty(0)
     numerator = torch.zeros(1, 1)
+    is_first = True
     for cell in grid_cells(positions.start, positions.stop, BLOCK_SIZE):
         block = slice(cell.start - first, cell.stop - first)
-        scores = heads.scores(block)  # [H, positions]
+        if not chosen[block].any():
+            continue
+        scores = heads.scores(block).masked_fill(~chosen[block], -torch.inf)  # [H, positions]
         block_maximum = scores.amax(dim=-1)
-        is_first = cell.start == positions.start
         next_maximum = block_maximum if is_first else torch.maximum(maximum, block_maximum)
-        weights = exp(scores - next_maximum.unsqueeze(-1))
-        # Accumulators belong to fixed places of a block; places before the first position count as zeros.
+        weights = exp(scores - next_maximum.unsqueeze(-1)).masked_fill(~chosen[block], 0.0)
+        # Accumulators belong to fixed places of a block; places that are not seen count as zeros.
         total = sum_lanes(torch.nn.functional.pad(weights, (cell.start % NUM_LANES, 0)))
         if is_first:
             denominator = total
@@ -169,5 +183,5 @@ def attend_chunk(heads: Heads, first: int, positions: range) -> Partial:
             denominator = fma(denominator, correction, total)
             numerator = numerator * correction.unsqueeze(-1)
         numerator = heads.add(weights, block, numerator)
-        maximum = next_maximum
+        maximum, is_first = next_maximum, False
     return maximum, denominator, numerator

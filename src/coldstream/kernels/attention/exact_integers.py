@@ -41,7 +41,9 @@ class IntegerHeads:
     def add(self, weights: torch.Tensor, block: slice, numerator: torch.Tensor) -> torch.Tensor:
         """Rounds weights [H, n] times the values' scales; adds their integer product by one fma."""
         value = _positions(self.value, block)
-        scaled = round_planes(weights * value.scale.T, NUM_PLANES)
+        # Positions that are not seen have no weight, whatever their scales.
+        seen = torch.where(weights == 0, 0.0, weights * value.scale.T)
+        scaled = round_planes(seen, NUM_PLANES)
         products = multiply_planes("hp,phd->hd", scaled, value)
         return fma((scaled.scale * (1 / LOW_UNIT)).unsqueeze(-1), products, numerator)
 

@@ -23,7 +23,7 @@ class MovedPath(ctypes.Structure): ...
 class MovedCaches(ctypes.Structure): ...
 
 
-def move_rows_cuda(caches: Sequence[tuple[DeviceArray, DeviceArray]], path: CommittedPath) -> None:
+def move_rows_cuda(caches: Sequence[tuple[DeviceArray, ...]], path: CommittedPath) -> None:
     """`Ops.commit_attention`: a launch for every 32 layers that are laid out alike, whatever the path.
 
     Over caches [blocks, 256, G, row] of any type. ValueError unless a position's bytes are contiguous, and a
@@ -36,8 +36,8 @@ def move_rows_cuda(caches: Sequence[tuple[DeviceArray, DeviceArray]], path: Comm
         table=path.table.data_ptr(),
     )
     alike: dict[tuple[int, int], list[DeviceArray]] = {}
-    for pair in caches:
-        for cache in pair:
+    for of_layer in caches:
+        for cache in of_layer:
             alike.setdefault(_strides_of(cache), []).append(cache)
     for strides, every in alike.items():
         for first in range(0, len(every), MOST_CACHES):

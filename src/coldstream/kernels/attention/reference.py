@@ -13,6 +13,7 @@ import torch
 
 from coldstream.kernels.attention.cache_types import CacheType
 from coldstream.kernels.dequantize.integer_blocks import grouped
+from coldstream.kernels.indexer.reference import seen_positions
 from coldstream.kernels.ops import AttentionHeads, AttentionInputs, Caches, Rows
 from coldstream.kernels.rms_norm.reference import rms_norm
 from coldstream.kernels.rope.reference import rotate
@@ -38,7 +39,13 @@ def attention(inputs: AttentionInputs, heads: AttentionHeads, caches: Caches, ro
         for each in parts:
             where = seen(rows, each.stop - 1)
             keys, values = (decode(cache[where]) for cache in (caches.k, caches.v))
-            outputs.append(attend(query[each], keys, values, rows.positions[each], heads))
+            chosen = None
+            if inputs.chosen is not None:
+                every = [
+                    seen_positions(inputs.chosen, row, len(keys)) for row in range(each.start, each.stop)
+                ]
+                chosen = torch.stack(every)
+            outputs.append(attend(query[each], keys, values, rows.positions[each], heads, chosen))
     output = torch.cat(outputs)
     return finish(output, gate, heads, torch.sigmoid, torch.nn.functional.softplus)
 
@@ -96,14 +103,20 @@ def attend(
     value: torch.Tensor,
     positions: torch.Tensor,
     heads: AttentionHeads,
+    chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rows [L, H, D] at `positions` [L] of one sequence, over its keys and values [P, G, D]: [L, H, D]."""
+    """Rows [L, H, D] at `positions` [L] of one sequence, over its keys and values [P, G, D]: [L, H, D].
+
+    chosen: whether each row sees a position, bool [L, P]; None: all.
+    """
     num_rows, num_heads, head_dim = query.shape
     scale, window = head_dim**-0.5 if heads.scale is None else heads.scale, heads.window
     query = query.reshape(num_rows, key.shape[-2], -1, head_dim)
     scores = torch.einsum("lgrd,pgd->grlp", query, key.to(query.dtype)) * scale
     distance = positions.unsqueeze(-1) - torch.arange(key.shape[0])  # [L, P]
     is_outside = (distance < 0) | (distance >= (key.shape[0] if window is None else window))
+    if chosen is not None:
+        is_outside = is_outside | ~chosen
     scores = scores.masked_fill(is_outside, -torch.inf)
     if heads.sinks is not None:
         sinks = heads.sinks.to(scores.dtype).reshape(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)

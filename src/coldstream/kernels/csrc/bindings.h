@@ -53,7 +53,8 @@ void bind_quant(nb::module_& m);    // Weight, linear, embed, routed_experts, qu
 void bind_expert_pool(nb::module_& m);  // ExpertPool
 void bind_ops(nb::module_& m);     // rms_norm, add, glu, rope_angles, router, combine_experts and bind_mixers
 void bind_mixers(nb::module_& m);  // attention, gated_delta_net
-void bind_ngram(nb::module_& m);   // NgramTable, ngram_ids, ngram_rows, ngram_gate, ngram_conv, commit_ngram
+void bind_indexer(nb::module_& m);  // choose_blocks
+void bind_ngram(nb::module_& m);    // NgramTable, ngram_ids, ngram_rows, ngram_gate, ngram_conv, commit_ngram
 
 void bind_sampler(nb::module_& m);  // TokenChoice, choose_tokens
 void bind_hybrid(nb::module_& m);   // ExpertServer

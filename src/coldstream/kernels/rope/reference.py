@@ -12,15 +12,16 @@ from coldstream.kernels.ops import RopeSpec
 def rope_angles(positions: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
     """cos and sin of position · theta^(−2i/num_dims): int [T] → [T, num_dims / 2, 2].
 
-    With a scaling, frequencies are multiplied by their factors, and cos and sin by the magnitude. Computed in
-    float64, then rounded to float32.
+    The position is the first one of its `rope.block_size`. With a scaling, frequencies are multiplied by
+    their factors, and cos and sin by the magnitude. Computed in float64, then rounded to float32.
     """
     exponents = torch.arange(0, rope.num_dims, 2, dtype=torch.float64) / rope.num_dims
     frequencies, magnitude = rope.theta**-exponents, 1.0
     if rope.scaling is not None:
         frequencies = frequencies * torch.tensor(rope.scaling.frequency_factors, dtype=torch.float64)
         magnitude = rope.scaling.magnitude
-    angles = positions.double().unsqueeze(-1) * frequencies
+    firsts = positions // rope.block_size * rope.block_size
+    angles = firsts.double().unsqueeze(-1) * frequencies
     return (magnitude * torch.stack((angles.cos(), angles.sin()), dim=-1)).float()
 
 

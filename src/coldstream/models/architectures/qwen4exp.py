@@ -4,8 +4,7 @@ It has the mixers of `qwen35moe`, with these differences:
 
 - hyper-connections in place of every norm of a block, and of the last norm;
 - a sigmoid as the output gate of the DeltaNet;
-- an indexer that chooses the positions which attention reads. Texts are held to as many positions as all rows
-  see without it;
+- an indexer that chooses the positions which attention reads, in texts that are longer than its choice;
 - an n-gram embedding before one layer, from a table that is a third of a file.
 
 Norm weights have their 1 added. Source: the converter of llama.cpp, and `Qwen4ExpTextModel` of transformers.

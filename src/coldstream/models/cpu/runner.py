@@ -53,6 +53,7 @@ class CpuRunner(ModelRunner):
         aux_layers: tuple[int, ...] = (),
     ) -> None:
         """cache_size: None for one that suits the memory, without draft trees. aux_layers: see `features`."""
+        spec = spec.for_context(context_length)
         super().__init__(file, spec, context_length)
         assert all(0 <= layer < spec.num_layers for layer in aux_layers), "they are layers of the trunk"
         self.aux_layers = aux_layers

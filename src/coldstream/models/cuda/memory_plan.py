@@ -224,6 +224,11 @@ def check_supported(spec: ModelSpec) -> None:
         **_missing_streams(spec),
         **_missing_ngrams(spec),
     }
+    if spec.indexer is not None and spec.is_indexed:
+        raise UnsupportedError(
+            f"no GPU kernels for texts of more than {spec.indexer.dense_positions} tokens, for which this "
+            "model has an indexer, are there yet; use a smaller --ctx-size, or --device cpu"
+        )
     for what, is_missing in wanted.items():
         if is_missing:
             raise UnsupportedError(f"no GPU kernels for {what} are supported; use --device cpu")

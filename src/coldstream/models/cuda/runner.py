@@ -82,6 +82,7 @@ class CudaRunner(ModelRunner):
         is_early: bool,
         first_rows: int | None,
     ) -> None:
+        spec = spec.for_context(limits.context_length)
         super().__init__(file, spec, limits.context_length)
         self.gpu = find_gpu()
         self.limits, self.cache_size = limits, limits.cache_size

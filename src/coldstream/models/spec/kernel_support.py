@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from coldstream.errors import UnsupportedError
 from coldstream.gguf.messages import shorten
+from coldstream.kernels.indexer.records import INDEXED_BLOCK_SIZES
 from coldstream.models.spec.hyperparameters import Hyperparameters
 from coldstream.models.spec.layer_specs import (
     AttentionSpec,
@@ -59,6 +60,15 @@ def _mixer_fields(spec: AttentionSpec | DeltaNetSpec) -> Iterator[_LayerField]:
     is_plain = spec.output_gate != "query" and not spec.values_are_keys
     has_biases = spec.bias == "none" or is_plain
     yield _LayerField("bias", spec.bias, has_biases, "none beside gates in the projection of queries")
+    if spec.indexer is not None:
+        size, width = spec.indexer.block_size, spec.indexer.head_dim
+        has_kernel = size == 0 or size in INDEXED_BLOCK_SIZES  # 0: texts end before one is needed
+        supported = f"blocks of {', '.join(map(str, INDEXED_BLOCK_SIZES))} positions"
+        yield _LayerField("indexer's blocks", size, has_kernel, supported, ("attention.compress_ratios",))
+        turns, supported = spec.rope.num_dims, f"at least the {spec.rope.num_dims} dimensions that turn"
+        yield _LayerField(
+            "indexer's heads", width, width >= turns, supported, ("attention.indexer.key_length",)
+        )
     yield _LayerField("causal", spec.causal, spec.causal, "causal attention", ("attention.causal",))
 
 

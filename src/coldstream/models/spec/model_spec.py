@@ -54,15 +54,16 @@ class ModelSpec:
             )
         indexer = self.indexer
         if indexer is not None and self.context_length == indexer.dense_positions:
+            reason = "no GPU kernel computes yet: use --device cpu"
+            if not indexer.block_size:
+                reason = (
+                    f"{self.architecture}.attention.compress_ratios has to describe and the converter lost: "
+                    "convert the checkpoint again with a current one"
+                )
             found.append(
                 f"a text has at most {self.context_length} tokens: behind them {self.architecture} chooses "
-                "the positions that it attends to by an indexer, which is not computed yet"
+                f"the positions that it attends to by an indexer, which {reason}"
             )
-            if not indexer.block_size:
-                found.append(
-                    f"{self.architecture}.attention.compress_ratios has no block size for any layer: the "
-                    "converter lost it. For long texts convert the checkpoint again with a current one"
-                )
         return tuple(found)
 
     @property
@@ -70,8 +71,27 @@ class ModelSpec:
         """What bounds the context, to end a sentence about its tokens."""
         indexer = self.indexer
         if indexer is not None and self.context_length == indexer.dense_positions:
-            return "this model attends to without its indexer, which is not computed yet"
+            return "this model attends to without its indexer"
         return "the model was trained for"
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether there are texts in which rows attend to some of the positions, which an indexer chooses."""
+        return self.indexer is not None and self.context_length > self.indexer.dense_positions
+
+    @property
+    def index_dim(self) -> int:
+        """Numbers that each layer with attention keeps of a position for its indexer; 0 without one."""
+        return self.indexer.head_dim if self.indexer is not None and self.is_indexed else 0
+
+    def for_context(self, length: int) -> Self:
+        """The same for texts of at most `length` tokens, which may need no indexer."""
+        return replace(self, context_length=min(length, self.context_length))
+
+    @property
+    def without_indexer(self) -> Self:
+        """The same for texts in which every row attends to all positions before it."""
+        return self if self.indexer is None else self.for_context(self.indexer.dense_positions)
 
     @property
     def indexer(self) -> IndexerSpec | None:
@@ -150,8 +170,8 @@ class ModelSpec:
 
     @property
     def nextn(self) -> Self:
-        """The MTP blocks as a model of their own."""
-        return replace(self, layers=self.nextn_layers, nextn_layers=())
+        """The MTP blocks as a model of their own, whose rows attend to all positions."""
+        return replace(self, layers=tuple(map(_seeing_all, self.nextn_layers)), nextn_layers=())
 
     @property
     def delta_net(self) -> DeltaNetSpec:
@@ -218,3 +238,10 @@ def _with_window(layer: LayerSpec, window: int) -> LayerSpec:
         return layer
     narrower = window if layer.mixer.window is None else min(window, layer.mixer.window)
     return replace(layer, mixer=replace(layer.mixer, window=narrower))
+
+
+def _seeing_all(layer: LayerSpec) -> LayerSpec:
+    """Without the indexer: drafts change no token, and its cache would be one more."""
+    if not isinstance(layer.mixer, AttentionSpec):
+        return layer
+    return replace(layer, mixer=replace(layer.mixer, indexer=None))

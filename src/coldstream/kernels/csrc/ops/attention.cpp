@@ -11,7 +11,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "ops/float_ops.h"
+#include "ops/cache_places.h"
 
 namespace coldstream {
 
@@ -36,12 +36,13 @@ class AttentionOp : public Op {
       : kernels_(kernels),
         cache_(kernels.caches[static_cast<int>(arguments.type)]),
         a_(arguments),
+        places_{a_.layout, a_.num_pieces, a_.num_positions},
         group_(a_.num_heads / a_.num_kv_heads),
         tile_tokens_(std::max<int64_t>(1, rows_per_tile / group_)),
         row_floats_(attention_row_floats(a_.head_size)),
         query_ints_(is_integer() ? integer_query_ints(a_.head_size) : a_.head_size),
         cache_row_(cache_row_elements(a_.type, a_.head_size)),
-        max_chunks_((max_positions() + attention_chunk - 1) / attention_chunk),
+        max_chunks_((places_.max_positions() + attention_chunk - 1) / attention_chunk),
         tiles_(a_.capacity) {}
 
   const char* name() const override { return "attention"; }
@@ -79,11 +80,7 @@ class AttentionOp : public Op {
 
  private:
   const int32_t* positions() const { return a_.layout.positions; }
-  const int32_t* state_ids() const { return a_.layout.state_ids; }
   const BatchLayout& batch() const { return a_.layout.batch; }
-  int64_t max_positions() const {
-    return a_.layout.in_batch() ? batch().num_blocks * attention_chunk : a_.num_positions;
-  }
 
   // Private memory: of the tile that attends, then the gathered keys and the gathered values of one row.
   int64_t attending_floats() const {
@@ -118,16 +115,9 @@ class AttentionOp : public Op {
     }
   }
 
-  // Index in its sequence of the row's key and value.
-  int64_t index(int64_t row) const { return a_.layout.in_batch() ? batch().indices[row] : positions()[row]; }
   // In elements, of an index in the sequence of `row`.
   int64_t cache_offset(int64_t row, int64_t index, int64_t kv_head) const {
-    int64_t piece = state_ids()[row];
-    if (a_.layout.in_batch()) {
-      piece = batch().tables[batch().segments[row] * batch().num_blocks + index / attention_chunk];
-      index %= attention_chunk;
-    }
-    return ((piece * a_.num_positions + index) * a_.num_kv_heads + kv_head) * cache_row_;
+    return (places_.place(row, index) * a_.num_kv_heads + kv_head) * cache_row_;
   }
   void* cache_at(void* cache, int64_t offset) const {
     return static_cast<std::byte*>(cache) + offset * element_bytes();
@@ -138,7 +128,7 @@ class AttentionOp : public Op {
     for (int32_t first = 0, end; first < rows; first = end) {
       end = group_end(a_.layout, first, rows);
       if (a_.layout.in_batch()) {
-        if (const char* fault = segment_fault(first, end)) return w.fail(fault);
+        if (const char* fault = places_.segment_fault(first, end)) return w.fail(fault);
       }
       a_.layout.in_tree(first) ? plan_tree(first, end) : plan_chain(first, end);
     }
@@ -175,42 +165,12 @@ class AttentionOp : public Op {
     tile.last_start = std::max(tile.last_start, first_seen(row));
   }
 
-  // Null, or what is wrong with the rows of one segment. Nothing is read or written through a table before.
-  const char* segment_fault(int32_t first, int32_t end) const {
-    if (const char* fault = parents_fault(a_.layout, first, end)) return fault;
-    const int64_t committed = index(first);
-    for (int32_t row = first; row < end; row++) {
-      const int32_t parent = batch().parents[row];
-      const int64_t position = parent < 0 ? committed : int64_t{positions()[parent]} + 1;
-      if (index(row) != committed + row - first || positions()[row] != position) {
-        return "attention: a row of a batch is not at the position after its parent";
-      }
-    }
-    if (!is_valid_place(first) || !is_valid_place(end - 1)) {
-      return "attention: a row's segment or position lies outside its table";
-    }
-    const int32_t* table = batch().tables + batch().segments[first] * batch().num_blocks;
-    for (int64_t block = 0; block <= index(end - 1) / attention_chunk; block++) {
-      if (table[block] < 0 || table[block] >= a_.num_pieces) {
-        return "attention: a table names a block that there is not";
-      }
-    }
-    return nullptr;
-  }
-
-  bool is_valid_place(int64_t row) const {
-    if (positions()[row] < 0 || positions()[row] >= max_positions()) return false;
-    if (!a_.layout.in_batch()) return state_ids()[row] >= 0 && state_ids()[row] < a_.num_pieces;
-    const int32_t segment = batch().segments[row];
-    return segment >= 0 && segment < batch().num_segments && index(row) >= 0 && index(row) < max_positions();
-  }
-
   void append_rows(int rows, Worker& w) {
     const int64_t num_units = a_.num_heads + a_.num_kv_heads;
     const int64_t tasks_per_row = (num_units + heads_per_task - 1) / heads_per_task;
     for (int64_t task = w.take(); task < rows * tasks_per_row; task = w.take()) {
       const int64_t row = task / tasks_per_row;
-      if (!is_valid_place(row)) {
+      if (!places_.is_valid(row)) {
         return w.fail("attention: a row's sequence or position lies outside the caches");
       }
       const int64_t first = task % tasks_per_row * heads_per_task;
@@ -253,8 +213,8 @@ class AttentionOp : public Op {
 
   void append_key_value(int64_t row, int64_t kv_head, Worker& w) {
     auto* values = reinterpret_cast<float*>(w.memory->data());
-    const int64_t offset = cache_offset(row, index(row), kv_head);
-    if (offset < 0 || offset >= a_.num_pieces * a_.num_positions * a_.num_kv_heads * cache_row_) {
+    const int64_t offset = cache_offset(row, places_.index(row), kv_head);
+    if (offset < 0 || offset >= places_.size() * a_.num_kv_heads * cache_row_) {
       return w.fail("attention: a table names a block that there is not");
     }
     norm(a_.key.row(row) + kv_head * a_.head_size, bias(a_.k_bias, kv_head), a_.k_norm, values);
@@ -273,7 +233,7 @@ class AttentionOp : public Op {
     if (chunk >= tile.gathered_from || (is_tree && chunk * attention_chunk < tile.last_start)) {
       for (int64_t token = 0; token < tile.num_tokens; token++) {
         const int64_t row = tile.first_row + token;
-        if (chunk < first_chunk(row) || chunk > last_chunk(row)) continue;
+        if (!sees(row, chunk)) continue;
         attend_gathered(rows, row, kv_head, chunk, out + token * group_ * row_floats_, memory, w);
       }
       return;
@@ -283,6 +243,13 @@ class AttentionOp : public Op {
     work.first_position = tile.first_position;
     // Rows of a tree see all of the chunk; `first_position` does not hold for them.
     if (is_tree) work.window = 0;
+    uint64_t words[rows_per_tile * chunk_words];
+    if (has_choice()) {
+      for (int64_t token = 0; token < tile.num_tokens; token++) {
+        choose(tile.first_row + token, chunk, words + token * chunk_words);
+      }
+      work.chosen = words;
+    }
     const int64_t offset = cache_offset(tile.first_row, work.begin, kv_head);
     work.keys = cache_at(a_.k_cache, offset);
     work.values = cache_at(a_.v_cache, offset);
@@ -301,6 +268,11 @@ class AttentionOp : public Op {
     work.keys = keys;
     work.values = values;
     work.position_stride = cache_row_;
+    uint64_t words[chunk_words];
+    if (has_choice()) {
+      choose(row, chunk, words);
+      work.chosen = words;
+    }
     cache_.attend(work);
   }
 
@@ -315,7 +287,7 @@ class AttentionOp : public Op {
     int64_t committed = 0;
     for (int64_t ancestor = row; ancestor >= 0; ancestor = batch().parents[ancestor]) {
       committed = positions()[ancestor];
-      if (committed >= begin && committed < begin + attention_chunk) take(committed, index(ancestor));
+      if (committed >= begin && committed < begin + attention_chunk) take(committed, places_.index(ancestor));
     }
     for (int64_t position = begin; position < std::min(committed, begin + attention_chunk); position++) {
       take(position, position);
@@ -341,6 +313,32 @@ class AttentionOp : public Op {
     const int64_t first = a_.window == 0 ? 0 : positions()[row] - a_.window + 1;
     return static_cast<int32_t>(std::max<int64_t>(first, 0));
   }
+  bool has_choice() const { return a_.chosen.words != nullptr; }
+
+  // Bits of the positions that a row sees of a chunk.
+  void choose(int64_t row, int64_t chunk, uint64_t* words) const {
+    const int64_t begin = chunk * attention_chunk, size = a_.chosen.block_size;
+    const int64_t end = std::min<int64_t>(positions()[row] + 1, begin + attention_chunk);
+    std::fill_n(words, chunk_words, 0);
+    for (int64_t at = std::max<int64_t>(first_seen(row), begin), next; at < end; at = next) {
+      next = std::min(end, (at / size + 1) * size);
+      if (!a_.chosen.has(row, at / size)) continue;
+      for (int64_t i = at - begin; i < next - begin; i++) {
+        words[i / attention_block] |= uint64_t{1} << i % attention_block;
+      }
+    }
+  }
+
+  // Whether the row sees a position of the chunk.
+  bool sees(int64_t row, int64_t chunk) const {
+    if (chunk < first_chunk(row) || chunk > last_chunk(row)) return false;
+    if (!has_choice()) return true;
+    if (a_.window == 0 && chunk < last_chunk(row)) return a_.chosen.has_any(row, chunk);
+    uint64_t words[chunk_words];
+    choose(row, chunk, words);
+    return (words[0] | words[1] | words[2] | words[3]) != 0;
+  }
+
   int32_t first_chunk(int64_t row) const { return first_seen(row) / static_cast<int32_t>(attention_chunk); }
 
   void finish(float* result, int64_t row, int64_t head) {
@@ -365,8 +363,11 @@ class AttentionOp : public Op {
     for (int64_t task = w.take(); task < rows * a_.num_heads; task = w.take()) {
       const int64_t row = task / a_.num_heads, head = task % a_.num_heads;
       const int64_t kv_head = head / group_, offset = head % group_ * row_floats_;
-      float* total = partial(w, rows, first_chunk(row), kv_head, row) + offset;
-      for (int64_t chunk = first_chunk(row) + 1; chunk <= last_chunk(row); chunk++) {
+      int64_t chunk = first_chunk(row);
+      while (!sees(row, chunk) && chunk < last_chunk(row)) chunk++;
+      float* total = partial(w, rows, chunk, kv_head, row) + offset;
+      for (chunk++; chunk <= last_chunk(row); chunk++) {
+        if (!sees(row, chunk)) continue;
         kernels_.attend_merge(total, partial(w, rows, chunk, kv_head, row) + offset, a_.head_size);
       }
       finish(total, row, head);
@@ -386,14 +387,14 @@ class AttentionOp : public Op {
     auto* totals = reinterpret_cast<float*>(w.memory->data());
     float* results = totals + tile_tokens_ * group_ * row_floats_;
     float* memory = results + tile_tokens_ * group_ * row_floats_;
-    attend(rows, tile, kv_head, tile.first_chunk, totals, memory, w);
-    for (int64_t chunk = tile.first_chunk + 1; chunk < tile.num_chunks; chunk++) {
+    uint64_t begun = 0;  // bits of the tokens that have a total
+    for (int64_t chunk = tile.first_chunk; chunk < tile.num_chunks; chunk++) {
       attend(rows, tile, kv_head, chunk, results, memory, w);
       for (int64_t token = 0; token < tile.num_tokens; token++) {
-        const int64_t row = tile.first_row + token;
-        if (chunk < first_chunk(row) || chunk > last_chunk(row)) continue;
-        if (chunk == first_chunk(row)) {
-          const int64_t begin = token * group_ * row_floats_;
+        if (!sees(tile.first_row + token, chunk)) continue;
+        const int64_t begin = token * group_ * row_floats_;
+        if (!(begun >> token & 1)) {
+          begun |= uint64_t{1} << token;
           std::copy_n(results + begin, group_ * row_floats_, totals + begin);
           continue;
         }
@@ -410,6 +411,7 @@ class AttentionOp : public Op {
   const FloatKernels& kernels_;
   const CacheKernels& cache_;
   const AttentionArguments a_;
+  const CachePlaces places_;
   const int64_t group_, tile_tokens_, row_floats_, query_ints_, cache_row_, max_chunks_;
   std::vector<TokenTile> tiles_;
   int64_t num_tiles_ = 0;

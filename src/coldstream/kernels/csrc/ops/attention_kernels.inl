@@ -120,7 +120,15 @@ static void pack_values(const T* values, int64_t stride, int64_t n, int64_t head
 struct SeenPart {
   int64_t from, end;
   bool first;
+  uint64_t chosen;  // bits of the positions that they see of these
 };
+
+constexpr uint64_t all_chosen = ~uint64_t{0};
+
+// x[i] = value for the positions i of a block that are not chosen.
+static inline void hide(float* x, uint64_t chosen, float value) {
+  for (uint64_t hidden = ~chosen; hidden != 0; hidden &= hidden - 1) x[__builtin_ctzll(hidden)] = value;
+}
 
 // scores of the positions seen → exp(score − maximum), the others of the block 0. Updates the row's maximum
 // and sum and returns the factor for what it has accumulated so far.
@@ -128,6 +136,7 @@ static inline float advance_softmax(float* scores, SeenPart seen, float* maximum
   const int64_t n = seen.end;
   const bool first = seen.first;
   for (int64_t i = 0; i < seen.from; i++) scores[i] = -__builtin_inff();
+  if (seen.chosen != all_chosen) hide(scores, seen.chosen, -__builtin_inff());
   Vec16 greatest = splat16(-__builtin_inff());
   for (int64_t i = 0; i < n; i += 16) {
     greatest = max16(greatest, keep16(load16(scores + i), n - i, -__builtin_inff()));
@@ -140,8 +149,12 @@ static inline float advance_softmax(float* scores, SeenPart seen, float* maximum
     Vec16 weights = keep16(exp16(sub16(load16(scores + i), splat16(after))), n - i, 0.0f);
     // exp has no 0; before `from` it is finite, and what is taken from itself is.
     if (seen.from > i) weights = sub16(weights, keep16(weights, seen.from - i, 0.0f));
-    block_sum = add16(block_sum, weights);
     store16(scores + i, weights);
+    if (seen.chosen != all_chosen) {
+      hide(scores + i, seen.chosen >> i | all_chosen << 16, 0.0f);
+      weights = load16(scores + i);
+    }
+    block_sum = add16(block_sum, weights);
   }
   *maximum = after;
   if (first) {
@@ -153,10 +166,43 @@ static inline float advance_softmax(float* scores, SeenPart seen, float* maximum
   return factor;
 }
 
+// `walk_blocks` where each token has its own positions. A block of which it sees none does not count.
+template <typename Pack, typename Step>
+static inline void walk_chosen(const AttentionChunk& chunk, const Pack& pack, const Step& step) {
+  for (int64_t block = 0; block < chunk_words; block++) {
+    const uint64_t* words = chunk.chosen + block;
+    uint64_t any = 0;
+    for (int64_t token = 0; token < chunk.num_tokens; token++) any |= words[token * chunk_words];
+    if (any == 0) continue;
+    const int64_t n = attention_block - __builtin_clzll(any);
+    pack(block * attention_block * chunk.position_stride, n);
+    for (int64_t token = 0, next; token < chunk.num_tokens; token = next) {
+      const uint64_t *of_token = words + token * chunk_words, chosen = *of_token;
+      next = token + 1;
+      if (chosen == 0) continue;
+      const auto is_first = [&](const uint64_t* word) {
+        uint64_t before = 0;
+        for (int64_t b = 1; b <= block; b++) before |= word[-b];
+        return before == 0;
+      };
+      const bool first = is_first(of_token);
+      // Tokens that see the whole block go together.
+      while (chosen == all_chosen && next < chunk.num_tokens && words[next * chunk_words] == all_chosen &&
+             is_first(words + next * chunk_words) == first) {
+        next++;
+      }
+      const SeenPart seen = {
+          .from = 0, .end = attention_block - __builtin_clzll(chosen), .first = first, .chosen = chosen};
+      step(token * chunk.group, (next - token) * chunk.group, seen);
+    }
+  }
+}
+
 // The blocks of a chunk that some row sees: pack(offset, n) of its n positions, then step(first_row,
 // num_rows, seen) for rows that see the same of them.
 template <typename Pack, typename Step>
 static inline void walk_blocks(const AttentionChunk& chunk, const Pack& pack, const Step& step) {
+  if (chunk.chosen != nullptr) return walk_chosen(chunk, pack, step);
   const int64_t last_position = chunk.first_position + chunk.num_tokens - 1;
   // How far tokens look back; without a window, to position 0 and beyond.
   const int64_t back = chunk.window > 0 ? chunk.window - 1 : last_position;
@@ -177,7 +223,8 @@ static inline void walk_blocks(const AttentionChunk& chunk, const Pack& pack, co
       const int64_t next = alike < chunk.num_tokens ? alike : chunk.num_tokens;
       const SeenPart seen = {.from = start > 0 ? start : 0,
                              .end = end < attention_block ? end : attention_block,
-                             .first = begin == chunk.begin || (chunk.window > 0 && start >= 0)};
+                             .first = begin == chunk.begin || (chunk.window > 0 && start >= 0),
+                             .chosen = all_chosen};
       step(token * chunk.group, (next - token) * chunk.group, seen);
       token = next;
     }

@@ -83,6 +83,13 @@ T field(const nb::object& record, const char* name, bool converts = false) {
   return value;
 }
 
+inline void check_block_size(int64_t block_size) {
+  const bool is_power = (block_size & (block_size - 1)) == 0;
+  if (block_size < min_chosen_block || block_size > max_chosen_block || !is_power) {
+    refuse("blocks of " + std::to_string(block_size) + " positions: they may have 4, 8, 16, 32 or 64");
+  }
+}
+
 // `BatchRows` of kernels/ops.py; the creator of a graph keeps its arrays alive.
 struct BatchRows {
   Ids1d segments;

@@ -101,16 +101,18 @@ void mix_streams(Runtime& rt, const Array2d& normed, const Array2d& gates, const
 }
 
 void rope_angles(Runtime& rt, const Ids1d& positions, double theta, const Array3d& out,
-                 const std::optional<Doubles1d>& factors, double magnitude) {
+                 const std::optional<Doubles1d>& factors, double magnitude, int32_t block_size) {
   const int64_t rows = size_of(positions, 0), num_pairs = size_of(out, 1);
   check(positions, "positions", {rows});
   check_contiguous(out, "out", {rows, num_pairs, 2});
   if (factors) check_contiguous(*factors, "factors", {num_pairs});
+  if (block_size < 1) refuse("a block has at least one position");
   const RopeArguments rope = {
       .num_dims = 2 * num_pairs,
       .theta = theta,
       .factors = factors ? factors->data() : nullptr,
       .magnitude = magnitude,
+      .block_size = block_size,
   };
   submit_with(rt, make_rope_angles(rope, positions.data(), {out.data(), 2 * num_pairs}), rows, positions,
               out);
@@ -269,7 +271,9 @@ void bind_row_ops(nb::module_& m) {
   m.def(
       "rope_angles", rope_angles, "runtime"_a, nb::arg("positions").noconvert(), "theta"_a,
       nb::arg("out").noconvert(), nb::arg("factors").noconvert().none() = nb::none(), "magnitude"_a = 1.0,
+      "block_size"_a = 1,
       "cos and sin of position · theta^(−i / pairs) · factors[i], times magnitude, into out, float32 [T, pairs, 2]; "
+      "of the first position of its block. "
       "positions int32 [T], factors float64 [pairs] or None for 1. ValueError when run with a negative position.");
   m.def("combine_experts", combine_experts, "runtime"_a, nb::arg("routed").noconvert(),
         nb::arg("topk_weights").noconvert(), nb::arg("shared").noconvert().none(),
@@ -296,6 +300,7 @@ void bind_row_ops(nb::module_& m) {
 void bind_ops(nb::module_& m) {
   bind_row_ops(m);
   bind_mixers(m);
+  bind_indexer(m);
   bind_ngram(m);
 }
 

@@ -25,6 +25,7 @@ static inline int64_t attention_row_floats(int64_t head_size) { return head_floa
 
 constexpr int64_t attention_block = 64;   // positions that share one running maximum
 constexpr int64_t attention_chunk = 256;  // positions accumulated apart from the others
+constexpr int64_t chunk_words = attention_chunk / attention_block;
 
 // Consecutive tokens of one sequence, the query heads of one key/value head, and one chunk of positions.
 struct AttentionChunk {
@@ -33,7 +34,9 @@ struct AttentionChunk {
   int64_t first_position;  // of the first token
   int64_t begin;           // of the chunk
   int64_t window;          // positions that a token sees, its own included; 0: all
-  const void* keys;        // of position `begin`, as the type of the caches has them
+  // Null, or [num_tokens, chunk_words]: bits of the positions that a token sees, whatever the window.
+  const uint64_t* chosen;
+  const void* keys;  // of position `begin`, as the type of the caches has them
   const void* values;
   int64_t position_stride;  // in elements
   float* rows;    // [num_tokens, group] as above; tokens that see nothing of the chunk are left alone
@@ -90,6 +93,31 @@ static inline int64_t attention_memory_floats(CacheType type, int64_t num_rows, 
   const int64_t unpacked = is_packed ? cache_row_elements(CacheType::i8, head_size) / sizeof(float) : 0;
   return attention_block * (head_size + head_floats(head_size) + 2 + unpacked) + of_rows * num_rows;
 }
+
+// Tokens of one sequence, and the keys of some blocks that an indexer chooses from.
+struct BlockScores {
+  const float* queries;  // [num_tokens, num_heads, size]
+  int64_t num_tokens, num_heads, size;
+  const void* keys;       // of `count` blocks, at most attention_block
+  int64_t stride, count;  // stride: in elements
+  float* out;             // [num_tokens, count], rows out_stride apart
+  int64_t out_stride;
+  float* memory;  // block_score_floats(…)
+};
+
+static inline int64_t block_score_floats(int64_t num_tokens, int64_t num_heads, int64_t size) {
+  return attention_block * (size + num_tokens * num_heads);
+}
+
+// What depends on the type of an indexer's cache: f16 or f32, with rows of `size` elements.
+struct IndexKernels {
+  void (*store)(float* values, void* row, int64_t size);
+  // out = Σ_i rows[i] / count, i ascending, for a count that is a power of two
+  void (*average)(const void* const* rows, int64_t count, float* out, int64_t size);
+  // out[token, block] = Σ_h max(query_h · key, 0), h ascending
+  void (*score)(const BlockScores& scores);
+};
+constexpr int num_index_types = 2;  // the first types of caches
 
 // Consecutive tokens of one sequence and a block of value columns of one value head; row strides in floats.
 struct DeltaBlock {
@@ -178,6 +206,7 @@ struct FloatKernels {
   // Rotates pairs (i, i + num_pairs) by angles [num_pairs, 2] of cos and sin, then multiplies all by scale.
   void (*rope)(float* head, const float* angles, int64_t num_pairs, float scale, int64_t head_size);
   CacheKernels caches[num_cache_types];
+  IndexKernels index[num_index_types];
   // Adds `row` to `total`, both of attention_row_floats.
   void (*attend_merge)(float* total, const float* row, int64_t head_size);
   // Adds a logit without a value to `total`.

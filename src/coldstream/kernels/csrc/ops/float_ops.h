@@ -84,6 +84,7 @@ struct RopeArguments {
   double theta;
   const double* factors;  // [num_dims / 2] of frequencies, copied; nullptr: all 1
   double magnitude;       // of cos and sin
+  int32_t block_size;     // positions that have the angles of the first of them
 };
 
 // out [T, num_dims / 2, 2]; a negative position fails the run.
@@ -107,6 +108,28 @@ std::unique_ptr<Op> make_combine_experts(const FloatKernels& kernels, const Comb
 std::unique_ptr<Op> make_top_log_probs(const FloatKernels& kernels, InputRows logits, int64_t size, int64_t k,
                                        int32_t* ids, float* log_probs);
 
+// The blocks of positions that rows see: bit b of word w is block 32 w + b.
+struct ChosenBlocks {
+  const int32_t* words = nullptr;  // [T, num_words], contiguous; null: all
+  int64_t num_words = 0, block_size = 0;
+
+  bool has(int64_t row, int64_t block) const {
+    return words[row * num_words + block / 32] >> (block % 32) & 1;
+  }
+  // Whether one in a chunk of positions.
+  bool has_any(int64_t row, int64_t chunk) const {
+    const int64_t count = attention_chunk / block_size, first = chunk * count;
+    const int32_t* found = words + row * num_words + first / 32;
+    if (count < 32) return (found[0] >> first % 32 & ((1 << count) - 1)) != 0;
+    for (int64_t word = 0; word < count / 32; word++) {
+      if (found[word] != 0) return true;
+    }
+    return false;
+  }
+};
+// Sizes of blocks: they divide those of attention, and are powers of two.
+constexpr int64_t min_chosen_block = 4, max_chosen_block = attention_block;
+
 struct AttentionArguments {
   int64_t capacity;  // rows
   int64_t num_heads, num_kv_heads, head_size, num_rope_pairs;
@@ -126,6 +149,7 @@ struct AttentionArguments {
   CacheType type;
   int64_t num_pieces, num_positions;
   int64_t window;  // positions that a row sees, its own included; 0: all
+  ChosenBlocks chosen;
   RowLayout layout;
   OutputRows out;  // [T, heads · head_size]
 
@@ -166,7 +190,7 @@ struct DeltaNetArguments {
 std::unique_ptr<Op> make_gated_delta_net(const FloatKernels& kernels, DeltaNetArguments arguments);
 
 struct MoveRowsArguments {
-  std::byte* caches[2];  // [blocks, positions, row], contiguous
+  std::byte* caches[2];  // [blocks, positions, row], contiguous; the second or null
   int64_t num_blocks, num_positions, row_bytes;
   const int32_t* first;    // [1], the index in the sequence that sources count from
   const int32_t* sources;  // [T], ascending, sources[i] >= i: moved to first + i

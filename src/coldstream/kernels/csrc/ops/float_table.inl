@@ -17,6 +17,8 @@
            {keep_query, store_float, attend<float>, attend_finish},
 #include "ops/integer_cache_table.inl"
 },
+.index = {{store_float16, average_rows<Float16>, score_blocks<Float16>},
+          {store_float, average_rows<float>, score_blocks<float>}},
 .attend_merge = attend_merge,
 .attend_sink = attend_sink,
 .convolve = convolve,

@@ -2,6 +2,7 @@
 
 #include "ops/float_kernels.inl"
 #include "ops/attention_kernels.inl"
+#include "ops/indexer_kernels.inl"
 #include "ops/integer_attention_kernels.inl"
 #include "ops/delta_net_kernels.inl"
 #include "ops/router_kernels.inl"

@@ -292,6 +292,7 @@ static void attend_integers(const AttentionChunk& chunk) {
         store16(row_scores + i, keep16(scaled, n - i, 0.0f));
       }
       for (int64_t i = 0; i < seen.from; i++) row_scores[i] = 0.0f;  // whatever scales lie there
+      if (seen.chosen != all_chosen) hide(row_scores, seen.chosen, 0.0f);
       weight_scales[r] = Operands::round(row_scores, attention_block, weights + r * attention_block);
     }
     Operands::multiply_values(

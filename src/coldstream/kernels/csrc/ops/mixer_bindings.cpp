@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "ops/binding_checks.h"
+#include "ops/cache_places.h"
 
 namespace coldstream {
 
@@ -75,10 +76,26 @@ InputRows gate_of(const std::optional<Array2d>& gate, OutputGate kind, int64_t r
   return is_own ? input(*gate, "gate", rows, kind == OutputGate::head ? heads : heads * size) : InputRows{};
 }
 
+// Words [rows, n] and the positions of a block, if rows do not see all; for sequences of `positions` at most.
+ChosenBlocks chosen_of(const std::optional<std::tuple<Ids2d, int64_t>>& chosen, int64_t rows,
+                       int64_t positions) {
+  if (!chosen) return {};
+  const auto& [words, block_size] = *chosen;
+  const int64_t num_words = size_of(words, 1);
+  check_block_size(block_size);
+  check_contiguous(words, "the words of chosen", {rows, num_words});
+  if (num_words * 32 * block_size < positions) {
+    refuse(std::to_string(num_words) + " words of chosen blocks are too few for " +
+           std::to_string(positions) + " positions");
+  }
+  return {words.data(), num_words, block_size};
+}
+
 void attention(Runtime& rt, const Array2d& query_gate, const Array2d& key, const Array2d& value,
                const Array3d& angles, const nb::object& attention_heads, const Cache4d& k_cache,
                const Cache4d& v_cache, const Ids1d& positions, const Ids1d& state_ids, const Array2d& out,
-               const BatchRows* batch, const std::optional<Array2d>& gate) {
+               const BatchRows* batch, const std::optional<Array2d>& gate,
+               const std::optional<std::tuple<Ids2d, int64_t>>& chosen) {
   const auto q_norm = field<std::optional<Array1d>>(attention_heads, "q_norm");
   const auto k_norm = field<std::optional<Array1d>>(attention_heads, "k_norm");
   if (q_norm.has_value() != k_norm.has_value()) refuse("q_norm and k_norm come together");
@@ -108,7 +125,7 @@ void attention(Runtime& rt, const Array2d& query_gate, const Array2d& key, const
   if (2 * num_pairs > size) refuse("angles rotate more dimensions than a head has");
   check_contiguous(angles, "angles", {rows, num_pairs, 2});
   const OutputGate output_gate = output_gate_of(attention_heads);
-  const AttentionArguments arguments = {
+  AttentionArguments arguments = {
       .capacity = rows,
       .num_heads = heads,
       .num_kv_heads = kv_heads,
@@ -136,9 +153,12 @@ void attention(Runtime& rt, const Array2d& query_gate, const Array2d& key, const
       .num_pieces = size_of(k_cache, 0),
       .num_positions = size_of(k_cache, 1),
       .window = std::min<int64_t>(window.value_or(0), INT32_MAX),
+      .chosen = {},
       .layout = layout_of(ids(positions, "positions", rows), ids(state_ids, "state_ids", rows), batch, rows),
       .out = output(out, "out", rows, heads * size),
   };
+  const CachePlaces places = {arguments.layout, arguments.num_pieces, arguments.num_positions};
+  arguments.chosen = chosen_of(chosen, rows, places.max_positions());
   submit_with(rt, make_attention(kernels_of(rt), arguments), rows, query_gate, key, value,
               q_norm.value_or(Array1d()), k_norm.value_or(Array1d()), sinks.value_or(Array1d()),
               q_bias.value_or(Array1d()), k_bias.value_or(Array1d()), v_bias.value_or(Array1d()), angles,
@@ -261,16 +281,19 @@ void commit_delta_net(Runtime& rt, const Array2d& qkv, const Array2d& alpha, con
               dt_bias, norm, conv_state, state, state_id, kept_ids, out);
 }
 
-void commit_attention(Runtime& rt, const Cache4d& k_cache, const Cache4d& v_cache, const Ids1d& first,
-                      const Ids1d& sources, const Ids1d& table) {
+void commit_attention(Runtime& rt, const Cache4d& k_cache, const std::optional<Cache4d>& v_cache,
+                      const Ids1d& first, const Ids1d& sources, const Ids1d& table) {
   const int64_t rows = size_of(sources, 0), blocks = size_of(k_cache, 0), positions = size_of(k_cache, 1);
   const std::vector<int64_t> shape = {blocks, positions, size_of(k_cache, 2), size_of(k_cache, 3)};
   check_contiguous(k_cache, "k_cache", shape);
-  check_contiguous(v_cache, "v_cache", shape);
-  if (k_cache.dtype() != v_cache.dtype()) refuse("k_cache and v_cache must be of one type");
+  if (v_cache) {
+    check_contiguous(*v_cache, "v_cache", shape);
+    if (k_cache.dtype() != v_cache->dtype()) refuse("k_cache and v_cache must be of one type");
+  }
   const int64_t table_blocks = size_of(table, 0);
   const MoveRowsArguments arguments = {
-      .caches = {static_cast<std::byte*>(k_cache.data()), static_cast<std::byte*>(v_cache.data())},
+      .caches = {static_cast<std::byte*>(k_cache.data()),
+                 v_cache ? static_cast<std::byte*>(v_cache->data()) : nullptr},
       .num_blocks = blocks,
       .num_positions = positions,
       .row_bytes = shape[2] * shape[3] * static_cast<int64_t>(k_cache.itemsize()),
@@ -279,7 +302,7 @@ void commit_attention(Runtime& rt, const Cache4d& k_cache, const Cache4d& v_cach
       .table = ids(table, "table", table_blocks),
       .table_blocks = table_blocks,
   };
-  submit_with(rt, make_move_rows(arguments), rows, k_cache, v_cache, first, sources, table);
+  submit_with(rt, make_move_rows(arguments), rows, k_cache, v_cache.value_or(k_cache), first, sources, table);
 }
 
 }  // namespace
@@ -299,12 +322,13 @@ void bind_mixers(nb::module_& m) {
       nb::arg("value").noconvert(), nb::arg("angles").noconvert(), "heads"_a, nb::arg("k_cache").noconvert(),
       nb::arg("v_cache").noconvert(), nb::arg("positions").noconvert(), nb::arg("state_ids").noconvert(),
       nb::arg("out").noconvert(), nb::arg("batch").none() = nb::none(),
-      nb::arg("gate").noconvert().none() = nb::none(),
+      nb::arg("gate").noconvert().none() = nb::none(), nb::arg("chosen").noconvert().none() = nb::none(),
       "`Ops.attention`: query_gate, key, value, angles and gate as `AttentionInputs`, "
       "angles [T, pairs, 2], out [T, H·D], float32; heads as `AttentionHeads`; caches [sequences, positions, G, row] contiguous, written, rows of D float16 or "
       "float32, or of a head's int8 as `CacheLayout` has them; "
       "positions and "
-      "state_ids int32 [T]. With batch, the caches are [blocks, 256, G, row] and state_ids is not read. "
+      "state_ids int32 [T]. With batch, the caches are [blocks, 256, G, row] and state_ids is not read. chosen: "
+      "int32 words [T, n] and the positions of a block, as `ChosenBlocks`. "
       "ValueError when run with one outside the caches; then no row has been read or "
       "written out of "
       "bounds, but valid rows may have been appended.");
@@ -336,7 +360,7 @@ void bind_mixers(nb::module_& m) {
       "ValueError when run with a state or a row that does not exist; then nothing has changed.");
   m.def(
       "commit_attention", commit_attention, "runtime"_a, nb::arg("k_cache").noconvert(),
-      nb::arg("v_cache").noconvert(), nb::arg("first").noconvert(), nb::arg("sources").noconvert(),
+      nb::arg("v_cache").noconvert().none(), nb::arg("first").noconvert(), nb::arg("sources").noconvert(),
       nb::arg("table").noconvert(),
       "`Ops.commit_attention`: moves the row at index first[0] + sources[i] of a sequence, whose blocks of the "
       "caches [blocks, positions, G, row] table int32 [n] has, to index first[0] + i, for ascending sources "

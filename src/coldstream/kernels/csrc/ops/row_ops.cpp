@@ -169,7 +169,7 @@ class MixStreamsOp : public Op {
 class RopeAnglesOp : public Op {
  public:
   RopeAnglesOp(const RopeArguments& rope, const int32_t* positions, OutputRows out)
-      : positions_(positions), magnitude_(rope.magnitude), out_(out) {
+      : positions_(positions), magnitude_(rope.magnitude), block_size_(rope.block_size), out_(out) {
     for (int64_t i = 0; i < rope.num_dims / 2; i++) {
       const double exponent = -2.0 * static_cast<double>(i) / static_cast<double>(rope.num_dims);
       const double frequency = std::pow(rope.theta, exponent);
@@ -182,8 +182,9 @@ class RopeAnglesOp : public Op {
     for_each_row(w, rows, work_of_row(), [&](int64_t row) {
       if (positions_[row] < 0) return w.fail("rope_angles: negative position");
       float* out = out_.row(row);
+      const int32_t position = positions_[row] / block_size_ * block_size_;
       for (double frequency : frequencies_) {
-        const double angle = positions_[row] * frequency;
+        const double angle = position * frequency;
         *out++ = static_cast<float>(magnitude_ * std::cos(angle));
         *out++ = static_cast<float>(magnitude_ * std::sin(angle));
       }
@@ -196,6 +197,7 @@ class RopeAnglesOp : public Op {
 
   const int32_t* positions_;
   const double magnitude_;
+  const int32_t block_size_;
   std::vector<double> frequencies_;
   OutputRows out_;
 };
@@ -277,7 +279,9 @@ class MoveRowsOp : public Op {
     for (int row = 0; row < rows; row++) {
       if (a_.sources[row] == row) continue;
       const int64_t from = offset(a_.sources[row]), to = offset(row);
-      for (std::byte* cache : a_.caches) std::copy_n(cache + from, a_.row_bytes, cache + to);
+      for (std::byte* cache : a_.caches) {
+        if (cache != nullptr) std::copy_n(cache + from, a_.row_bytes, cache + to);
+      }
     }
   }
 
