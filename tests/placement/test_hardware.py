@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coldstream.placement.hardware import Hardware, measure_read_bandwidth
+from coldstream.placement.hardware import Hardware, measure_read_bandwidth, usable_cpus
 
 GIB = 2**30
 CPUINFO = "processor : 0\nmodel name : Example CPU @ 3 GHz\nflags : fpu avx2 avx512f\nprocessor : 1\n"
@@ -75,6 +75,16 @@ def test_limits_of_the_container_count(tmp_path: Path, files: dict[str, str]) ->
     assert machine.ram_total_bytes == 8 * GIB
     assert machine.ram_available_bytes == 6 * GIB
     assert machine.num_physical_cores == 2
+
+
+def test_cpus_that_may_be_kept_busy_are_those_of_the_affinity_and_of_all_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, (affinity, files, usable) in enumerate(
+        (([0, 1, 2, 3], {}, 4), ([0, 1, 2, 3], V2, 2), ([5], V1, 1), ([0, 1, 2, 3], V1, 2))
+    ):
+        monkeypatch.setattr("coldstream.placement.hardware.affinity", lambda affinity=affinity: affinity)
+        assert usable_cpus(_machine(tmp_path / str(number), files)) == usable
 
 
 def test_a_container_without_limits_changes_nothing(tmp_path: Path) -> None:

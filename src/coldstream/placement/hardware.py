@@ -128,6 +128,12 @@ def affinity() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
+def usable_cpus(root: Path = Path("/")) -> int:
+    """How many logical CPUs this process may keep busy at once: by its affinity and its control groups."""
+    quota = min((cpu_quota(group) for group in cgroup_directories(root)), default=math.inf)
+    return max(1, math.floor(min(len(affinity()), quota)))
+
+
 def read_text(path: Path) -> str:
     """The text of a kernel file, or nothing where it doesn't exist or may not be read."""
     try:
