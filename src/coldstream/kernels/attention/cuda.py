@@ -14,7 +14,7 @@ values a head.
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -102,10 +102,9 @@ class IntegerKernels:
         self.device = device
         self._by_warpgroups = device.has_warpgroups and takes_warpgroups(shape)
         self._forms = {
-            (kind, trees): self._first_fitting(forms(shape, trees))
-            for kind, forms in FORMS.items()
-            for trees in (False, True)
-            if self._is_needed(kind, trees)
+            (kind, trees): form
+            for kind, trees in product(FORMS, (False, True))
+            if self._is_needed(kind, trees) and (form := self._fitting(kind, trees))
         }
         files = {PREPARE: {_instance("attention_prepare_integers", shape, shape.output_gate == "query")}}
         for form in self._forms.values():
@@ -130,11 +129,13 @@ class IntegerKernels:
             return not trees and self.shape.group_size <= PAIRS
         return (not trees and self._by_warpgroups) == (kind in GROUPS)
 
-    def _first_fitting(self, forms: Iterable["KernelForm"]) -> "KernelForm":
-        """Raises UnsupportedError if there is none."""
-        for form in forms:
+    def _fitting(self, kind: str, trees: bool) -> "KernelForm | None":
+        """The best form. None for decode if there is none; UnsupportedError for other kinds."""
+        for form in FORMS[kind](self.shape, trees):
             if form.shared_bytes <= self.device.shared_per_block and form.num_pairs >= self.shape.group_size:
                 return form
+        if kind in DECODE:
+            return None
         raise UnsupportedError(
             f"{self.shape.group_size} heads of {self.shape.head_dim} values on one key/value head: the GPU's "
             "attention has no tile for so many; use --device cpu"
@@ -224,6 +225,8 @@ class IntegerKernels:
         trees, is_deep = rows.batch.has_trees, rows.batch.is_deep
         is_branching = trees and rows.batch.is_branching
         kind = kind_of(shape, num_rows, is_branching, is_deep, self._by_warpgroups)
+        if kind in DECODE and (kind, False) not in self._forms:
+            kind = "prefill_small"  # a tile of all channels does not fit, but parts of one do
         form = self._forms[kind, trees and kind not in CHAINS]
         num_items = max_chunks * shape.num_kv_heads * -(-num_rows // (form.num_pairs // shape.group_size))
         block_bytes = form.shared_bytes + self.device.reserved_per_block
@@ -297,20 +300,14 @@ def prefill_forms(shape: AttentionShape, trees: bool, most_warps: int = 8) -> It
 
 
 def decode_forms(shape: AttentionShape, trees: bool, halves: int) -> Iterator[KernelForm]:
-    """Of integers_decode.cu for as many halves of PAIRS, the best first; there are none for trees.
-
-    Behind them one of integers.cu that takes any rows, where shared memory has no room for a whole tile.
-    """
-    if trees:
-        return
+    """Of integers_decode.cu for as many halves of PAIRS, the best first; there are none for trees."""
     tile_bytes = _tile_bytes(shape)
-    for places, blocks in product(PLACES, DECODE_BLOCKS):
+    for places, blocks in () if trees else product(PLACES, DECODE_BLOCKS):
         # Keys and values; queries; weights as floats, and as codes; numbers of a pair.
         shared = places * blocks * tile_bytes + PAIRS * (2 * shape.head_dim + 16)
         shared += blocks * PAIRS * (BLOCK_SIZE * (4 + 2) + 2 * (DECODE_WARPS + 1) * 4)
         instance = _instance("attention_integers_decode", shape, blocks, halves, places)
         yield KernelForm("integers_decode.cu", instance, DECODE_WARPS * blocks, PAIRS, shared)
-    yield from prefill_forms(shape, True, MIDDLE_WARPS)
 
 
 def takes_warpgroups(shape: AttentionShape) -> bool:
@@ -339,7 +336,8 @@ def warpgroup_forms(shape: AttentionShape, trees: bool, groups: int) -> Iterator
 MIDDLE_WARPS = 4
 MIDDLE_PAIRS = PAIRS * MIDDLE_WARPS
 GROUPS = {"group": 1, "groups": 2}
-CHAINS = ("decode_half", "decode", *GROUPS)  # kinds that take rows as those of chains
+DECODE = ("decode_half", "decode")
+CHAINS = (*DECODE, *GROUPS)  # kinds that take rows as those of chains
 FORMS: dict[str, Callable[[AttentionShape, bool], Iterator[KernelForm]]] = {
     "decode_half": partial(decode_forms, halves=1),
     "decode": partial(decode_forms, halves=2),
