@@ -104,8 +104,7 @@ def count_on_gpu(
         ring_bytes = max(sizes.expert_bytes)
         limits = replace(limits, expert_bytes=0, ring_bytes=ring_bytes, is_dense=True)
     count = kept_count if is_kept else count_memory
-    spec = spec.for_context(capacity.ctx_size).with_window(shape.attention_window)
-    plan = count(file, spec, limits, shape.chunk_size)
+    plan = count(file, spec.with_window(shape.attention_window), limits, shape.chunk_size)
     return FixedPart(
         ctx_size=capacity.ctx_size,
         kv_type=capacity.kv_type,

@@ -77,7 +77,7 @@ class Loaded:
         ops = CudaOps(
             memory, *sizes, make_executor, own=own, notes_kernels=notes_kernels, has_host_tables=tables
         )
-        model = CausalLM.load(file, spec, ops)
+        spec = (model := CausalLM.load(file, spec.for_context(limits.context_length), ops)).spec
         if isinstance(ops.model_executor, PartialExecutor):
             mixtures = (block.ffn for block in model.blocks if isinstance(block.ffn, MoeWeights))
             ops.model_executor.number_layers((moe.router, moe.experts) for moe in mixtures)
