@@ -108,6 +108,7 @@ MIXED_LAYERS = [
     ("qwen3next", "i4"),
     ("qwen3moe", "i3"),
     ("qwen4exp", "i16"),
+    ("gemma4", "i8"),
 ]
 # On the host these take as many minutes again.
 MIXED_LAYERS_OF_A_GPU = [

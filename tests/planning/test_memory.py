@@ -46,7 +46,7 @@ def counted_parts(path: Path, spec: ModelSpec, sizes: ModelSizes, budgets: Seque
 
 
 @pytest.mark.sharded
-@pytest.mark.parametrize("arch", ["qwen35moe", "qwen35", "qwen3next", "qwen3moe", "qwen4exp"])
+@pytest.mark.parametrize("arch", ["qwen35moe", "qwen35", "qwen3next", "qwen3moe", "qwen4exp", "gemma4"])
 def test_what_is_counted_for_a_gpu_and_what_is_estimated_agree(tmp_path: Path, arch: str) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, arch)
