@@ -225,7 +225,9 @@ def test_rates_are_named_with_their_date_and_measured_again_on_request(
     code, _, error = run("plan", str(model), "--device", "cpu")
     assert code == 0
     assert re.search(
-        r"measured \d{4}-\d\d-\d\d \d\d:\d\d UTC, today: RAM [\d.e+]+ GB/s; --measure does", error
+        r"measured \d{4}-\d\d-\d\d \d\d:\d\d UTC, today: RAM [\d.e+]+ GB/s, products of one row "
+        r"[\d.e+]+ GB/s; --measure does",
+        error,
     )
     assert "under load" not in error
     document = json.loads(default_path().read_text())

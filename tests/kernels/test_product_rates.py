@@ -5,7 +5,7 @@ import pytest
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc, best_runs
-from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS, measure_product_rates
+from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS, measure_product_rates, measure_row_rate
 
 
 def test_rates_are_weights_times_rows_by_the_time_of_the_best_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +26,21 @@ def test_rates_are_weights_times_rows_by_the_time_of_the_best_run(monkeypatch: p
     assert all(each == pytest.approx([3 * 256 * 2048] * len(PRODUCT_ROWS)) for each in rates)
 
 
+def test_weights_in_ram_are_their_bytes_by_the_time_of_the_best_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, taken = [0.0], iter([9.0, 3.0, 2.0, 2.0, 2.0])
+
+    def run(runtime: object, x: np.ndarray, weights: list[object], outs: list[np.ndarray]) -> None:
+        now[0] += next(taken)
+        assert (x.shape, outs[0].shape) == ((1, 2048), (1, 1000))
+
+    monkeypatch.setattr(_csrc, "linear", run)
+    monkeypatch.setattr(best_runs.time, "perf_counter", lambda: now[0])
+    row_bytes = QuantType.Q8_0.row_bytes(2048)
+    assert measure_row_rate(2, 1000 * row_bytes + 1) == 1000 * row_bytes / 2
+
+
 def test_this_machine_is_measured() -> None:
+    assert measure_row_rate(1, 2**22) > 1e6
     rates = measure_product_rates(1)
     assert [len(each) for each in rates] == [len(PRODUCT_ROWS)] * len(QuantType)
     assert all(rate > 1e6 for each in rates for rate in each)

@@ -256,10 +256,12 @@ def test_the_ceilings_are_bytes_over_bandwidth() -> None:
 def test_what_was_not_measured_is_named() -> None:
     bare = Hardware("a CPU", ("avx2",), 4, 4, 2**34, 2**33)
     guessed = Rates.of(bare)
-    assert len(guessed.assumed) == 6
+    assert len(guessed.assumed) == 7
     assert guessed.describe_assumed(["link_bytes_per_s", "handshake_s"]) == "link 24 GB/s, handshake 10 µs"
     gpu = GpuHardware("a GPU", "1.0", 2**33, 2**33, 1e12, 2e14, 2.5e10, 2e10, 3e10, 7e-6)
-    known = Rates.of(replace(bare, read_bytes_per_s=5e10, gpu=gpu), disk_bytes_per_s=3e9)
+    known = Rates.of(
+        replace(bare, read_bytes_per_s=5e10, row_bytes_per_s=4e10, gpu=gpu), disk_bytes_per_s=3e9
+    )
     assert known.assumed == ()
     assert known.describe_assumed(["link_bytes_per_s"]) == ""
     assert (known.read_beside_link, known.link_beside_read, known.handshake_s) == (3e10, 2e10, 7e-6)

@@ -14,7 +14,6 @@ from coldstream.kernels.experts.shapes import EXPERT_ROWS, MEASURED_TYPE
 from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS
 from coldstream.placement.cost import (
     CPU_LAYER_S,
-    CPU_SHARE,
     DENSE_LAUNCHES,
     EXPERT_LAUNCHES,
     ROW_BUS_BYTES,
@@ -25,8 +24,9 @@ from coldstream.placement.cost import (
     rates_of_experts,
 )
 from coldstream.placement.gpu_types import GPU_TIMES
+from coldstream.placement.hardware import Hardware
 from coldstream.placement.prompt_cost import prefill_seconds, prefill_seconds_on_cpu
-from coldstream.placement.rates import Rates
+from coldstream.placement.rates import CPU_SHARE, Rates
 from coldstream.placement.sizes import ModelSizes, Products
 
 LAYERS, EXPERTS, CHOSEN = 3, 8, 2
@@ -237,3 +237,18 @@ def test_what_follows_from_a_type_is_no_rate_of_a_machine(
     of_experts = rates_of_experts(rates, part.num_bytes, (part,))
     own = {field.name for field in fields(of_experts)} - {field.name for field in fields(rates)}
     assert (type(of_experts), own) == (ExpertRates, {"row_bus_bytes_per_s"})
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_weights_in_ram_take_a_cpu_what_products_were_measured_to_reach(share: float) -> None:
+    """Not what threads reach that only read."""
+    machine = Hardware("a CPU", ("avx2",), 8, 4, 2**36, 2**35, read_bytes_per_s=4e10)
+    measured, assumed = Rates.of(replace(machine, row_bytes_per_s=share * 4e10)), Rates.of(machine)
+    assert measured.row_share == pytest.approx(share)
+    assert assumed.row_share == CPU_SHARE
+    assert "row_bytes_per_s" in assumed.assumed
+    assert "row_bytes_per_s" not in measured.assumed
+    fast = ((1e18,) * len(PRODUCT_ROWS),) * len(QuantType)
+    model = model_of(QuantType.Q8_0, QuantType.Q8_0)
+    seconds = [decode(model, replace(rates, product_values_per_s=fast)) for rates in (measured, assumed)]
+    assert seconds[0] / seconds[1] == pytest.approx(CPU_SHARE / share, rel=1e-3)

@@ -38,6 +38,7 @@ MACHINE = replace(
     BARE,
     measured_at="2026-01-02 03:04 UTC",
     product_values_per_s=PRODUCTS,
+    row_bytes_per_s=4e10,
     conditions=Conditions(8, 4.5, None, 0.3, 0.4, 2),
 )
 
@@ -54,6 +55,7 @@ def test_rates_come_back_and_what_is_free_stays_of_today(tmp_path: Path, gpu: Gp
         today,
         read_bytes_per_s=5e10,
         product_values_per_s=PRODUCTS,
+        row_bytes_per_s=4e10,
         gpu=gpu and replace(gpu, free_bytes=2**33),
         measured_at=MACHINE.measured_at,
         conditions=MACHINE.conditions,

@@ -32,7 +32,6 @@ EXPERT_LAUNCHES: Final = 2  # per layer: gate and up, down
 DENSE_LAUNCHES: Final = 2  # per layer that multiply other weights: the mixer's inputs and its output
 JOIN_LAUNCHES: Final = 0.3667  # per layer that may miss: sharing its experts out, and polling for an answer
 KV_SHARE: Final = 0.45  # of a copy's rate in GPU memory: attention of one row
-CPU_SHARE: Final = 0.85  # of the rate at which threads read: products of experts
 LAYER_PRODUCT_SHARE: Final = 0.3  # of the rate at which cores multiply: an FFN that all cores share
 DISK_WAIT_S: Final = 4.5e-4  # per layer that misses: waking readers, and the disk's latency
 CPU_LAYER_S: Final = 6e-5  # per layer, independent of bytes
@@ -276,7 +275,7 @@ def _weights_seconds(num_bytes: int, products: Sequence[Products], rates: Rates)
     """
     if not products or not rates.product_values_per_s:
         return num_bytes / _cpu_bytes_per_s(rates)
-    read = CPU_SHARE * rates.read_bytes_per_s
+    read = rates.row_share * rates.read_bytes_per_s
     rest = max(0, num_bytes - sum(each.num_bytes for each in products))
     return rest / read + _typed_seconds(products, 1.0, read, rates)
 
@@ -340,7 +339,7 @@ def rates_of_experts(rates: Rates, num_bytes: int, products: tuple[Products, ...
     rates = ExpertRates(**vars(rates) | {"vram_bytes_per_s": in_vram, "row_bus_bytes_per_s": over_bus})
     if not rates.product_values_per_s:
         return rates
-    read = CPU_SHARE * rates.read_bytes_per_s
+    read = rates.row_share * rates.read_bytes_per_s
     measured = Products(MEASURED_TYPE, num_values, MEASURED_TYPE.row_bytes(num_values))
     expert_rates = tuple(
         rate
@@ -382,7 +381,7 @@ def _cold_seconds(num_cpu: int, num_bus: int, expert_bytes: int, rates: Rates) -
 
 def _cpu_bytes_per_s(rates: Rates) -> float:
     """Bytes of weights that the CPU multiplies by one row in a second."""
-    return min(CPU_SHARE * rates.read_bytes_per_s, rates.cpu_bytes_per_s)
+    return min(rates.row_share * rates.read_bytes_per_s, rates.cpu_bytes_per_s)
 
 
 def _misses_per_s(rates: Rates, *, beside_link: bool = False) -> float:

@@ -141,7 +141,8 @@ def rates_used(plan: PlacementPlan, pool: PoolPlan | None = None) -> tuple[str, 
     if pool is not None:
         return (*rates_used(plan), "disk_bytes_per_s")
     if plan.tier == "ram":
-        return ("read_bytes_per_s",) if plan.is_all_resident else ("read_bytes_per_s", "disk_bytes_per_s")
+        in_ram = ("read_bytes_per_s", "row_bytes_per_s")
+        return in_ram if plan.is_all_resident else (*in_ram, "disk_bytes_per_s")
     on_gpu = ("vram_bytes_per_s", "product_ops_per_s")
     cold = ("read_bytes_per_s", "link_bytes_per_s", "handshake_s")
     return on_gpu if plan.is_all_resident else on_gpu + cold

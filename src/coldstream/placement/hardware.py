@@ -55,6 +55,7 @@ class Hardware:
     measured_at: str | None = None  # when its rates were, in UTC; a GPU's have a time of their own
     # Weights times rows that all cores multiply, by type (in the order of QuantType) and PRODUCT_ROWS.
     product_values_per_s: tuple[tuple[float, ...], ...] | None = None
+    row_bytes_per_s: float | None = None  # weights in RAM that all cores multiply by one row
     conditions: Conditions | None = None  # under which its rates were measured
 
     @classmethod

@@ -23,10 +23,13 @@ from coldstream.placement.kept_json import NoFileError, read_json, store_json
 
 RATES_FILE: Final = "hardware.json"
 DATE_FORMAT: Final = "%Y-%m-%d %H:%M UTC"  # of `Hardware.measured_at`
-_VERSION: Final = 8
+_VERSION: Final = 9
 _MAX_BYTES: Final = 1 << 16
-_OPTIONAL: Final = "handshake_s"  # not every driver can be asked
-CPU_RATES: Final = ("read_bytes_per_s", "product_values_per_s")
+_OPTIONAL: Final = (
+    "handshake_s",
+    "row_bytes_per_s",
+)  # not every driver can be asked; the other has an estimate
+CPU_RATES: Final = ("read_bytes_per_s", "product_values_per_s", "row_bytes_per_s")
 _RATES: Final = {
     "cpu": CPU_RATES,
     "gpu": (
@@ -257,7 +260,7 @@ def machine_of(name: str, hardware: Hardware) -> dict[str, Any]:
 
 def _is_rate(name: str, value: object) -> bool:
     if value is None:
-        return name == _OPTIONAL
+        return name in _OPTIONAL
     return _are_rates(value, _LISTS.get(name, ()), _BOUNDS.get(name, _BYTES_BOUNDS))
 
 

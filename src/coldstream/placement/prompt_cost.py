@@ -17,7 +17,6 @@ import numpy as np
 
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_SHARED_ROWS
 from coldstream.placement.cost import (
-    CPU_SHARE,
     expert_seconds,
     rates_of_experts,
     staged_per_s,
@@ -267,7 +266,7 @@ def _cpu_seconds(model: ModelSizes, rates: Rates, rows: Array) -> Array:
         of_some = np.interp(rows[layer], np.arange(1, MAX_MAILBOX_ROWS + 1), times)
         found[layer] = of_some * np.maximum(1.0, rows[layer] / MAX_MAILBOX_ROWS)
     sizes = _sizes(model)
-    return np.maximum(found, sizes / (CPU_SHARE * rates.read_beside_link))
+    return np.maximum(found, sizes / (rates.row_share * rates.read_beside_link))
 
 
 def prefill_seconds_on_cpu(
@@ -279,7 +278,7 @@ def prefill_seconds_on_cpu(
         touched = step.touched * _sizes(model)
         pairs = model.attention_elements(step.start, step.count)
         products = _prompt_product_seconds(model, rates, step.count, step.touched.sum(axis=1))
-        read = (float(touched.sum()) + model.dense_bytes) / (CPU_SHARE * rates.read_bytes_per_s)
+        read = (float(touched.sum()) + model.dense_bytes) / (rates.row_share * rates.read_bytes_per_s)
         rows = step.count * model.num_layers * CPU_ROW_S / rates.num_cores
         compute = max(read, products + 4 * pairs / rates.cpu_ops_per_s + rows)
         seconds += max(compute, float(touched[~resident].sum()) / rates.disk_bytes_per_s)

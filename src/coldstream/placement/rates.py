@@ -24,6 +24,8 @@ _CORES: Final = {
 }
 _GENERIC_CORE: Final = (5.8e9, 4e8)
 
+# Of the rate at which threads read: weights in RAM that they multiply by one row, where nobody measured it.
+CPU_SHARE: Final = 0.85
 # Assumed without a measurement: a GPU with 400 GB/s on PCIe 4, two channels of DDR5, an NVMe disk.
 _ASSUMED: Final = {
     "read_bytes_per_s": 6e10,
@@ -38,6 +40,7 @@ _ASSUMED: Final = {
 ESTIMATED: Final = KernelShares()
 _WORDS: Final = {
     "read_bytes_per_s": ("RAM", 1e9, "GB/s"),
+    "row_bytes_per_s": ("products of one row", 1e9, "GB/s"),
     "link_bytes_per_s": ("link", 1e9, "GB/s"),
     "vram_bytes_per_s": ("GPU memory", 1e9, "GB/s"),
     "product_ops_per_s": ("GPU products", 1e12, "TOPS"),
@@ -68,6 +71,7 @@ class Rates:
     expert_bytes_per_s: tuple[float, ...] = ()
     # Weights times rows that all cores multiply, by type and PRODUCT_ROWS; empty: not measured.
     product_values_per_s: tuple[tuple[float, ...], ...] = ()
+    row_bytes_per_s: float = 0.0  # weights in RAM that all cores multiply by one row; 0: not known
     assumed: tuple[str, ...] = ()
     shares: KernelShares = ESTIMATED
 
@@ -77,6 +81,7 @@ class Rates:
         gpu = hardware.gpu
         measured: dict[str, Any] = {
             "read_bytes_per_s": hardware.read_bytes_per_s,
+            "row_bytes_per_s": hardware.row_bytes_per_s,
             "disk_bytes_per_s": disk_bytes_per_s,
         }
         if gpu is not None:
@@ -90,6 +95,7 @@ class Rates:
         values = _ASSUMED | known
         ops, num_bytes = _core(hardware.cpu_flags)
         read, link = values["read_bytes_per_s"], values["link_bytes_per_s"]
+        values.setdefault("row_bytes_per_s", CPU_SHARE * read)
         read_beside = gpu.read_beside_link if gpu else None
         link_beside = gpu.link_beside_read if gpu else None
         return cls(
@@ -102,7 +108,7 @@ class Rates:
             cpu_bytes_per_s=hardware.num_physical_cores * num_bytes,
             expert_bytes_per_s=(gpu and gpu.expert_bytes_per_s) or (),
             product_values_per_s=hardware.product_values_per_s or (),
-            assumed=tuple(name for name in _ASSUMED if name not in known),
+            assumed=tuple(name for name in (*_ASSUMED, "row_bytes_per_s") if name not in known),
             shares=KernelShares.of(hardware),
         )
 
@@ -110,6 +116,11 @@ class Rates:
     def answer_s(self) -> float:
         """From a GPU's request for missing experts to the CPU's answer, beside their bytes."""
         return self.handshake_s + self.shares.request_s
+
+    @property
+    def row_share(self) -> float:
+        """Of the rate at which threads read: weights in RAM that they multiply by one row."""
+        return self.row_bytes_per_s / self.read_bytes_per_s if self.row_bytes_per_s else CPU_SHARE
 
     @property
     def row_bus_bytes_per_s(self) -> float:

@@ -17,7 +17,7 @@ from coldstream.errors import DeviceError, OutOfMemoryError, StorageError
 from coldstream.kernels.cuda.device import Gpu, measure_copy_bandwidth
 from coldstream.kernels.cuda.driver import driver_version
 from coldstream.kernels.experts.step_rates import StepRates
-from coldstream.kernels.linear.cpu_rates import measure_product_rates
+from coldstream.kernels.linear.cpu_rates import measure_product_rates, measure_row_rate
 from coldstream.placement.conditions import LoadWatch, is_idle
 from coldstream.placement.hardware import GpuHardware, Hardware, affinity, read_windows
 from coldstream.placement.hardware_file import (
@@ -244,6 +244,7 @@ def _better(one: Hardware, other: Hardware) -> Hardware:
         gpu=gpu,
         read_bytes_per_s=_highest((one.read_bytes_per_s, other.read_bytes_per_s)),
         product_values_per_s=tuple(tuple(map(max, *rates)) for rates in by_type),
+        row_bytes_per_s=_highest((one.row_bytes_per_s, other.row_bytes_per_s)),
     )
 
 
@@ -293,12 +294,13 @@ def measure_rates(hardware: Hardware, progress: Progress | None = None) -> Hardw
         gpu, windows = None, read_windows(threads, hardware.reader_bytes)
     else:  # the same readers, beside the bus and without it
         gpu, windows = _measured_gpu(hardware, hardware.gpu, report)
-    products = measure_product_rates(threads)
+    products, row_rate = measure_product_rates(threads), measure_row_rate(threads, hardware.reader_bytes)
     conditions = watch.conditions(windows)
     return replace(
         hardware,
         read_bytes_per_s=max(windows),
         product_values_per_s=products,
+        row_bytes_per_s=row_rate,
         gpu=gpu and replace(gpu, measured_at=now, conditions=conditions),
         measured_at=now,
         conditions=conditions,

@@ -63,16 +63,8 @@ def random_experts(
     num_threads: int, num_experts: int, hidden: int, feed_forward: int
 ) -> tuple["_csrc.Weight", "_csrc.Weight", "_csrc.Weight"]:
     """Gate, up and down of so many experts of MEASURED_TYPE, written by so many threads."""
-    from concurrent.futures import ThreadPoolExecutor
-
     size = num_experts * MEASURED_TYPE.row_bytes(hidden) * feed_forward
-    codes = np.empty(MATRICES * size, np.uint8)
-    _pattern()  # of which the threads make copies
-    blocks = len(codes) // MEASURED_TYPE.block_bytes
-    bounds = [MEASURED_TYPE.block_bytes * (blocks * part // num_threads) for part in range(num_threads + 1)]
-    with ThreadPoolExecutor(num_threads) as pool:
-        parts = (codes[begin:end] for begin, end in pairwise(bounds))
-        list(pool.map(partial(write_random_codes, MEASURED_TYPE), parts))
+    codes = written_codes(MEASURED_TYPE, MATRICES * size, num_threads)
     gate, up, down = (
         _csrc.Weight.from_array(
             codes[number * size : (number + 1) * size], int(MEASURED_TYPE), rows, cols, num_experts
@@ -82,6 +74,22 @@ def random_experts(
         )
     )
     return gate, up, down
+
+
+def written_codes(
+    quant_type: QuantType, num_bytes: int, num_threads: int
+) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+    """`random_codes` that so many threads write."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    codes = np.empty(num_bytes, np.uint8)
+    _pattern()  # of which the threads make copies
+    blocks = num_bytes // quant_type.block_bytes
+    bounds = [quant_type.block_bytes * (blocks * part // num_threads) for part in range(num_threads + 1)]
+    with ThreadPoolExecutor(num_threads) as pool:
+        parts = (codes[begin:end] for begin, end in pairwise(bounds))
+        list(pool.map(partial(write_random_codes, quant_type), parts))
+    return codes
 
 
 def experts_of_rows(num_experts: int, rows: int) -> Ids:

@@ -1,7 +1,8 @@
-"""How fast this machine's cores multiply weights of each type when memory is no bound.
+"""How fast this machine's cores multiply weights: of each type in caches, and of one type in RAM.
 
 A type is bound by its bytes or by the instructions that unpack its codes, and a small type may be the slower
-one. The bytes are measured by readers of memory; here it is the instructions, with weights in caches.
+one. Weights in caches say what the instructions take. Bytes are those of the type with most of them for an
+instruction, in RAM.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import numpy as np
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
 from coldstream.kernels.best_runs import best_seconds
-from coldstream.kernels.experts.cpu_rates import write_random_codes
+from coldstream.kernels.experts.cpu_rates import write_random_codes, written_codes
 
 Array = np.ndarray[Any, Any]
 
@@ -22,6 +23,9 @@ PRODUCT_ROWS: Final = (1, 8, 64)  # of activations: decoding, a draft or several
 _COLS: Final = 2048
 _ROWS_OF_A_CORE: Final = 256
 _LEAST_S, _MOST_S = 1e-3, 2e-2  # of runs with one type and number of rows
+_LONGEST_S: Final = 0.1  # of runs with weights in RAM
+_IN_RAM: Final = QuantType.Q8_0  # codes that need no unpacking
+_IN_RAM_BYTES: Final = 680 * 2**20  # servers' caches hold half of a gigabyte
 
 
 def measure_product_rates(num_threads: int) -> tuple[tuple[float, ...], ...]:
@@ -35,6 +39,21 @@ def measure_product_rates(num_threads: int) -> tuple[tuple[float, ...], ...]:
     num_weights = _ROWS_OF_A_CORE * num_threads
     codes = np.empty(num_weights * max(each.row_bytes(_COLS) for each in QuantType), np.uint8)
     return tuple(_rates_of(runtime, each, num_weights, inputs, codes) for each in QuantType)
+
+
+def measure_row_rate(num_threads: int, num_bytes: int) -> float:
+    """Bytes of weights in RAM a second that so many threads multiply by one row, in a third of a second.
+
+    num_bytes: memory that may be taken for them.
+    """
+    row_bytes = _IN_RAM.row_bytes(_COLS)
+    num_weights = max(num_threads, min(_IN_RAM_BYTES, num_bytes) // row_bytes)
+    codes = written_codes(_IN_RAM, num_weights * row_bytes, num_threads)
+    weight = _csrc.Weight.from_array(codes, int(_IN_RAM), num_weights, _COLS)
+    x = np.random.default_rng(1).standard_normal((1, _COLS), dtype=np.float32)
+    out = np.empty((1, num_weights), np.float32)
+    run = partial(_csrc.linear, _csrc.Runtime(num_threads), x, [weight], [out])
+    return len(codes) / best_seconds(run, 0.0, _LONGEST_S)
 
 
 def _rates_of(
