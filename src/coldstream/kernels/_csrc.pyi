@@ -410,6 +410,11 @@ def ngram_rows(runtime: Runtime, table: NgramTable, ids: Annotated[NDArray[numpy
     The rows of the table by contiguous int32 ids [T, heads], dequantised into float32 out [T, heads · columns]. ValueError when run with an id outside the table.
     """
 
+def ngram_read_ahead(runtime: Runtime, table: NgramTable, ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), device='cpu')]) -> None:
+    """
+    Brings rows of the table by contiguous int32 ids [T, heads] into its memory.
+    """
+
 def ngram_gate(runtime: Runtime, key: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], query: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], value: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')]) -> None:
     """
     `Ops.ngram_gate` of key and query [T, C·E] and value [T, E], into out [T, C·E], float32.

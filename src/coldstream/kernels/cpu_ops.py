@@ -268,7 +268,7 @@ class CpuOps(ComposedOps):
             _csrc.linear(self._runtime, normed[:, of_x], [weight], [out[:, of_out]])
         return out
 
-    def map_ngram_table(self, file: GGUFFile, info: TensorInfo, num_heads: int) -> _csrc.NgramTable:
+    def map_ngram_table(self, file: GGUFFile, info: TensorInfo, hashing: NgramHash) -> _csrc.NgramTable:
         """Read row by row, and never mapped. Rows that were used are kept in `NGRAM_CACHE_BYTES`."""
         num_rows, num_cols = info.shape
         table = _csrc.NgramTable(

@@ -499,8 +499,8 @@ class Ops(Protocol):
         [out, E]: [T, C·out].
         """
 
-    def map_ngram_table(self, file: GGUFFile, info: TensorInfo, num_heads: int) -> Weight:
-        """A table of n-grams, left in the file: `ngram_rows` reads `num_heads` rows of it for each token."""
+    def map_ngram_table(self, file: GGUFFile, info: TensorInfo, hashing: NgramHash) -> Weight:
+        """A table of n-grams, left in the file: `ngram_rows` reads a row of it for each head of a token."""
 
     def ngram_ids(
         self, token_ids: Array, hashing: NgramHash, table: Weight, state: NgramState, rows: Rows

@@ -180,7 +180,7 @@ class ReferenceOps(ComposedOps):
         normed = self._rms_norm(x, norm, eps).reshape(len(x) * num_streams, -1)
         return self._multiply(normed, weight).reshape(len(x), -1)
 
-    def map_ngram_table(self, file: GGUFFile, info: TensorInfo, num_heads: int) -> Weight:
+    def map_ngram_table(self, file: GGUFFile, info: TensorInfo, hashing: NgramHash) -> Weight:
         return self.load_weight(file, info)
 
     def ngram_ids(

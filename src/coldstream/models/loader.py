@@ -285,9 +285,7 @@ class Loader:
 
     def ngram(self, prefix: str, spec: NgramSpec) -> NgramWeights:
         return NgramWeights(
-            table=self.ops.map_ngram_table(
-                self.file, self.file.tensors[NGRAM_TABLE], len(spec.hashing.sizes)
-            ),
+            table=self.ops.map_ngram_table(self.file, self.file.tensors[NGRAM_TABLE], spec.hashing),
             hashing=spec.hashing,
             key=self.weight(f"{prefix}ple_key"),
             value=self.weight(f"{prefix}ple_value"),

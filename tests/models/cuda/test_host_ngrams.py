@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cuda_runner_cases import open_cuda
-from one_sequence import OneSequence
+from cuda_runner_cases import open_cuda, open_partly
+from one_sequence import OneSequence, open_cpu
 from runner_cases import token_ids
 
 from bench.runners import open_model_file, resident_plan
@@ -55,6 +55,33 @@ def test_the_plan_counts_what_ram_holds(path: Path, runner: OneSequence) -> None
         assert fixed.total == sum(fixed.parts.values())
     assert reader.table.misses > 0
     assert cuda_of(runner).reads_file
+
+
+def test_rows_of_a_prompt_are_read_beside_the_step_before(path: Path, runner: OneSequence) -> None:
+    """All but those that depend on what comes before."""
+    reader = cuda_of(runner)._ngrams
+    assert reader is not None
+    ids, asked = token_ids(60), list[int]()
+    expected = np.array(runner.extend(ids))
+    reader.read_ahead(np.array(ids, np.int32))
+    before, heads = reader.table.misses, reader.mailbox.ids.shape[1]
+    runner.reset()
+    assert np.array_equal(runner.extend(ids), expected)
+    assert reader.table.misses == before
+    others = np.array(token_ids(59), np.int32)
+    reader.read_ahead(others)
+    before = reader.table.misses
+    np.array(runner.extend(others.tolist()))
+    assert reader.table.misses <= before + 2 * heads
+    with open_partly(path, 0.5, chunk_size=80) as partly:
+        reader = cuda_of(partly)._ngrams
+        assert reader is not None
+        read_ahead = reader.read_ahead
+        reader.read_ahead = lambda tokens: asked.append(len(tokens)) or read_ahead(tokens)
+        logits = np.array(partly.extend(token_ids(180)))
+    assert asked == [80, 20]
+    with open_cpu(path, threads=1, context_length=256) as plain:
+        assert np.array_equal(logits, plain.extend(token_ids(180)))
 
 
 def test_fl01_a_table_that_shrinks_is_an_error(

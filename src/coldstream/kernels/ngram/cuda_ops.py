@@ -49,12 +49,12 @@ class CudaNgrams(CudaProducts):
         self.launch(norm_streams_cuda, values, num_streams, weight, eps, out.values, out.quantised)
         return out
 
-    def map_ngram_table(self, file: GGUFFile, info: TensorInfo, num_heads: int) -> NgramMailbox:
+    def map_ngram_table(self, file: GGUFFile, info: TensorInfo, hashing: NgramHash) -> NgramMailbox:
         if self.planning:
-            box = NgramMailbox.planned(self._max_rows, num_heads, info.shape[1])
+            box = NgramMailbox.planned(self._max_rows, len(hashing.sizes), info.shape[1])
         else:
             assert self.ngram_reader is None, "one layer of a model has n-grams"
-            self.ngram_reader = NgramReader(file, info, self._max_rows, num_heads)
+            self.ngram_reader = NgramReader(file, info, hashing, self._max_rows)
             box = self.ngram_reader.mailbox
         self.ngram_bytes += box.num_bytes
         return box

@@ -347,6 +347,10 @@ class CudaRunner(ModelRunner):
     def _launch(self, segments: Collection[CheckedSegment]) -> None:
         is_known = all(segment.chosen is None for segment in segments)
         rows = sum(len(segment.token_ids) for segment in segments)
+        if self._ngrams and self._in_flight:  # beside which rows of a prompt are read
+            for segment in segments:
+                if segment.is_prompt:
+                    self._ngrams.read_ahead(segment.token_ids)
         if is_known or (self._partial and self._partial.must_wait(rows)):
             self._settle()
         missing = self._partial_experts

@@ -124,6 +124,10 @@ class NgramRowsOp : public Op {
     }
     auto* row_bytes = reinterpret_cast<uint8_t*>(w.memory->data());
     for (int64_t i = w.take(); i < rows * num_heads_; i = w.take()) {
+      if (out_.data == nullptr) {
+        if (ids_[i] >= 0 && ids_[i] < table_->num_rows) table_->read(ids_[i], row_bytes);
+        continue;
+      }
       float* out = out_.row(i / num_heads_) + i % num_heads_ * table_->num_cols;
       if (!read_ngram_row(kernels_, *table_, ids_[i], row_bytes, out))
         return w.fail("ngram: a row lies outside the table");

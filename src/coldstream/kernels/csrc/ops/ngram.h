@@ -36,7 +36,8 @@ std::unique_ptr<Op> make_ngram_ids(NgramIdsArguments arguments);
 // one.
 bool read_ngram_row(const QuantKernels& kernels, NgramTable& table, int32_t id, uint8_t* row_bytes,
                     float* out);
-// out [T, heads · columns]. asks_first: whether nobody has asked for the rows before.
+// out [T, heads · columns], or null: rows are only brought into memory. asks_first: whether nobody has asked
+// for them before.
 std::unique_ptr<Op> make_ngram_rows(const QuantKernels& kernels, std::shared_ptr<NgramTable> table,
                                     const int32_t* ids, int64_t num_heads, OutputRows out,
                                     bool asks_first = false);

@@ -72,6 +72,15 @@ void ngram_rows(Runtime& rt, Table table, const Ids2d& row_ids, const Array2d& o
       rows, row_ids, out);
 }
 
+void ngram_read_ahead(Runtime& rt, Table table, const Ids2d& row_ids) {
+  const int64_t rows = size_of(row_ids, 0), heads = size_of(row_ids, 1);
+  check_contiguous(row_ids, "ids", {rows, heads});
+  submit_with(rt,
+              make_ngram_rows(quant_kernels_for(rt.active_tier()), std::move(table), row_ids.data(), heads,
+                              {nullptr, 0}, true),
+              rows, row_ids);
+}
+
 void ngram_gate(Runtime& rt, const Array2d& key, const Array2d& query, const Array2d& value,
                 const Array2d& out) {
   const int64_t rows = size_of(key, 0), width = size_of(key, 1), size = size_of(value, 1);
@@ -175,6 +184,8 @@ void bind_ngram(nb::module_& m) {
         nb::arg("out").noconvert(),
         "The rows of the table by contiguous int32 ids [T, heads], dequantised into float32 out [T, heads · "
         "columns]. ValueError when run with an id outside the table.");
+  m.def("ngram_read_ahead", ngram_read_ahead, "runtime"_a, "table"_a, nb::arg("ids").noconvert(),
+        "Brings rows of the table by contiguous int32 ids [T, heads] into its memory.");
   m.def("ngram_gate", ngram_gate, "runtime"_a, nb::arg("key").noconvert(), nb::arg("query").noconvert(),
         nb::arg("value").noconvert(), nb::arg("out").noconvert(),
         "`Ops.ngram_gate` of key and query [T, C·E] and value [T, E], into out [T, C·E], float32.");
