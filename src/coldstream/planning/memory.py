@@ -261,6 +261,9 @@ def estimated(
     draft, cache_size = capacity.draft, capacity.cache_size
     drafted_bytes = kv_token_bytes(spec.nextn, capacity.kv_type) if draft.has_mtp else 0
     token_bytes = sizes.kv_token_bytes + drafted_bytes
+    # With several residual streams the block reads them of any row of a step.
+    has_streams = draft.has_mtp and spec.hyper_connections is not None
+    stream_bytes = 4 * chunk_size * spec.nextn_state_size if has_streams else 0
     return FixedPart(
         ctx_size=capacity.ctx_size,
         kv_type=capacity.kv_type,
@@ -269,7 +272,8 @@ def estimated(
         caches=cache_size.num_blocks * BLOCK_POSITIONS * token_bytes
         + cache_size.num_states * sizes.state_bytes
         + cache_size.num_tree_rows * kept_bytes(spec)
-        + DRAFT_VALUE_BYTES["cuda"] * len(draft.aux_layers) * chunk_size * spec.hidden_size,
+        + DRAFT_VALUE_BYTES["cuda"] * len(draft.aux_layers) * chunk_size * spec.hidden_size
+        + stream_bytes,
         workspace=_workspace_bytes(spec, capacity.ctx_size, chunk_size),
         drafter=draft.drafter_bytes,
         graphs=GRAPH_BYTES,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_runner_cases import open_partly
-from one_sequence import OneSequence, step_rows
+from one_sequence import OneSequence, open_cpu, step_rows
 from runner_cases import token_ids
 
 from builders import Dims, write_gguf
@@ -366,3 +366,14 @@ def test_copies_from_a_file_that_is_locked_in_pieces_are_of_one_each(
                 if in_ram is None:
                     assert runner.runner.stream_counters.streamed.sum() > 0
     assert all(np.array_equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.usefixtures("events")
+def test_a_context_that_is_shorter_than_the_steps_that_are_recorded(path: Path) -> None:
+    """All that these take is counted, though no text is as long."""
+    ids = token_ids(40)
+    with (
+        open_cpu(path, threads=1, context_length=64) as plain,
+        open_partly(path, 0.5, streamed=0.5, context_length=64) as runner,
+    ):
+        assert np.array_equal(np.array(runner.extend(ids)), plain.extend(ids))

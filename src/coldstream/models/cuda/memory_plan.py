@@ -97,7 +97,9 @@ def count_memory(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: in
     for count in (1, MAX_SHORT_CHAIN, MAX_DECODE_ROWS):
         loaded.logits(StepShape(count, has_trees))
     most = min(chunk_size, limits.context_length)
-    for count in {padded_rows(min(most, MAX_GRAPH_ROWS)), min(most, limits.shared_rows), chunk_size}:
+    # A step that shares experts out may be longer than a text: it is recorded before there is one.
+    shared = min(chunk_size, limits.shared_rows)
+    for count in {padded_rows(min(most, MAX_GRAPH_ROWS)), min(most, shared), shared, chunk_size}:
         prompt = StepShape.prompt(count)
         # Far into a text attention takes more for a few hundred rows.
         for shape in {replace(prompt, has_trees=has_trees), replace(prompt, is_deep=count <= PART_ROWS)}:
