@@ -309,9 +309,10 @@ def test_a_block_that_drafts_by_default_changes_no_token(tmp_path: Path) -> None
 
 
 @pytest.mark.sharded(of="models on the CPU")
-@pytest.mark.parametrize("has_ngrams", [False, True])
-def test_a_block_of_several_streams_changes_no_token(tmp_path: Path, has_ngrams: bool) -> None:
-    parts = {"nextn": True, "ngrams": has_ngrams, "quant": "Q8_0", "dims": Dims(context=512)}
+@pytest.mark.parametrize(("has_ngrams", "top_k"), [(False, 2048), (True, 2048), (True, 16)])
+def test_a_block_of_several_streams_changes_no_token(tmp_path: Path, has_ngrams: bool, top_k: int) -> None:
+    """Also beyond the positions that an indexer leaves whole."""
+    parts = {"nextn": True, "ngrams": has_ngrams, "quant": "Q8_0", "dims": Dims(context=512, top_k=top_k)}
     (path,) = write_gguf(tmp_path / "streams.gguf", "qwen4exp", **parts)
     options: dict[str, Any] = {"device": "cpu", "ctx_size": 256, "threads": 2}
     drafts = {"spec_type": "mtp", "tree_budget": 5}
