@@ -37,6 +37,11 @@ CHOICES: list[tuple[type, dict[str, Any], str]] = [
     (AttentionSpec, {"indexer": IndexerSpec(2, 3, 64, 4)}, "indexer's heads 3, supported: at least the 4"),
     (MoeSpec, {"bias": True}, "expert bias True, supported: biases before another unit than SwiGLU"),
     (MoeSpec, {"bias": True, "activation": Activation("geglu")}, "expert bias True"),
+    (
+        MoeSpec,
+        {"shared": "parallel"},
+        "parallel network or scale parallel, supported: outputs that are normed",
+    ),
     (MoeSpec, {"router": RouterSpec(own_input=True)}, "router's own input True, supported: one without"),
 ]
 # Likewise, with values that kernels compute besides those of the model below.
@@ -44,6 +49,7 @@ COMPUTED: list[tuple[type, dict[str, Any]]] = [
     (AttentionSpec, {"qk_norm": "none"}),
     (AttentionSpec, {"scale": 0.5}),
     (AttentionSpec, {"v_norm": True}),
+    (AttentionSpec, {"rope_factors": True}),
     (AttentionSpec, {"bias": "all", "output_gate": "none"}),
     (AttentionSpec, {"sinks": True}),
     (AttentionSpec, {"values_are_keys": True}),
@@ -91,6 +97,24 @@ def test_every_choice_is_in_the_lists_above() -> None:
     tried = {(kind, name) for kind, changes in choices for name in changes}
     for kind, sizes in SIZES.items():
         assert {field.name for field in fields(kind)} - sizes == {name for k, name in tried if k is kind}
+
+
+def test_norms_of_outputs(opened: Opened) -> None:
+    """They come with one residual stream, and with a shared expert that is normed, too."""
+    spec, keys = opened
+
+    def check(shared: str, **changes: Any) -> None:
+        layers = with_layers(spec, MoeSpec, shared=shared).layers
+        check_kernels(tuple(replace(layer, **changes) for layer in layers), keys)
+
+    for shared in ("none", "parallel"):
+        check(shared, post_norms=True, output_scale=True)
+    with pytest.raises(UnsupportedError, match="norms of outputs True, supported: one residual stream"):
+        check("plain", post_norms=True)
+    with pytest.raises(UnsupportedError, match="norms of outputs True, supported: one residual stream"):
+        check("none", post_norms=True, hyper_connections=HyperConnectionSpec(4, 16))
+    with pytest.raises(UnsupportedError, match="supported: outputs that are normed"):
+        check("none", output_scale=True)
 
 
 def test_layers_of_a_kind_are_alike_but_for_attention(opened: Opened) -> None:
