@@ -42,8 +42,11 @@ class DeepHeads:
         return heads
 
 
-def attend_at_depth(heads: DeepHeads, first: int = 0, sinks: torch.Tensor | None = None) -> torch.Tensor:
-    """`exact.attend`: the result [H, D] of one row that sees the positions from `first`."""
+def attend_at_depth(
+    heads: DeepHeads, first: int = 0, sinks: torch.Tensor | None = None, chosen: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`exact.attend`: the result [H, D] of one row that sees the positions from `first`, all of them."""
+    assert chosen is None, "no part of the positions is computed together"
     return merge_together(*chunks_together(heads, first), sinks)
 
 

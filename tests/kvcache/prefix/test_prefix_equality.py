@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench.runners import open_cpu_runner
-from builders import write_gguf
+from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path
 from coldstream.gguf import GGUFFile, Tokenizer
 from coldstream.kvcache import (
@@ -57,7 +57,7 @@ def contents(runner: CpuRunner, sequence: Sequence) -> list[bytes]:
     result = []
     for layer in runner._sequences.tensors.layers:
         if isinstance(layer, AttentionState):
-            for cached in (layer.k, layer.v):
+            for cached in layer.arrays:
                 rows = np.concatenate([cached[block] for block in blocks])[:length]
                 result.append(rows.tobytes())
         if isinstance(layer, DeltaNetState):
@@ -231,3 +231,21 @@ def test_a_model_without_recurrent_layers_begins_with_parts_of_prompts(tmp_path:
             assert length == held
             assert result == alone(runner, cache, prompt)
             cache.check_integrity()
+
+
+@pytest.mark.sharded(of="models on the CPU")
+@pytest.mark.parametrize("with_tree", [False, True])
+def test_blocks_of_an_indexer_are_kept_with_a_prefix(tmp_path: Path, with_tree: bool) -> None:
+    """Also one that a kept prompt leaves unfinished: its keys wait in the cache for those behind it."""
+    (path,) = write_gguf(tmp_path / "tiny.gguf", "qwen4exp", dims=Dims(top_k=16))
+    with open_cpu_runner(path, threads=2, context_length=1024, cache_size=SIZE) as runner:
+        assert runner.spec.is_indexed
+        cache = PrefixCache(runner, max_states=4)
+        ids = np.random.default_rng(1).integers(0, runner.spec.vocab_size, 600).tolist()
+        for prompt in (ids[:301], ids[:301] + ids[400:], ids):
+            through_cache(runner, cache, prompt)
+            length, result = through_cache(runner, cache, prompt, with_tree=with_tree)
+            assert length > 0
+            assert result == alone(runner, cache, prompt)
+            cache.check_integrity()
+        assert cache.statistics().hits > 0
