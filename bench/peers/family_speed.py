@@ -42,6 +42,7 @@ PARTS = MappingProxyType(
         "gpt-oss-20b": Part(layers=4, experts=16),
         "Laguna-XS-2.1": Part(layers=5, experts=64),
         "Qwen3.8-Flash-Next": Part(layers=4, experts=64),
+        "gemma-4-26B-A4B": Part(layers=6, experts=32),
     }
 )
 
