@@ -32,6 +32,7 @@ DEFINITIONS = frozenset(
         "gated_delta_net.exact",
         "gated_delta_net.reference",
         "hyper_connections.reference",
+        "indexer.reference",
         "linear.reference",
         "ngram.reference",
         "reference_ops",
@@ -39,6 +40,7 @@ DEFINITIONS = frozenset(
         "rope.reference",
         "router.reference",
         "sequences",
+        "scalars.reference",
         "swiglu.reference",
     )
 )
