@@ -15,6 +15,7 @@ from runner_cases import FAMILIES, token_ids, write_variant
 
 from coldstream.kernels import _csrc
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, INTEGER_CACHE_TYPES
+from coldstream.kernels.ops import NgramState
 from coldstream.kvcache import AttentionState, Batch, CacheSize, Segment
 from coldstream.models.runner import ModelRunner
 from device_arrays import change
@@ -111,7 +112,9 @@ def test_nf01_sequences_beside_a_damaged_one_keep_their_bits(paths: dict[str, Pa
             for layer in runner._sequences.tensors.layers:
                 is_attention = isinstance(layer, AttentionState)
                 (place,) = damaged.blocks if is_attention else [damaged.state]
-                fill_with_nan([tensor for tensor in vars(layer).values() if tensor is not None], place)
+                parts = [part for part in (layer, getattr(layer, "ngram", None)) if part is not None]
+                own = (tensor for part in parts for tensor in vars(part).values())
+                fill_with_nan([each for each in own if not isinstance(each, NgramState | None)], place)
             segments = [Segment(each, [token]) for each, token in zip(sequences, next_ids, strict=True)]
             together = [np.array(logits)[0] for logits in runner.step(Batch(tuple(segments)))]
             assert np.isnan(together[1]).all()
