@@ -75,7 +75,7 @@ def test_they_launch_what_all_layers_launch_in_steps_of_every_kind(
             for flags in product((False, True), repeat=4):
                 trees, branching, prompts, deep = flags
                 if trees <= sizes.has_trees and branching <= trees:
-                    (loaded.kept_step if sizes.is_captured(count) else loaded.step)(
+                    (loaded.kept_step if sizes.keeps_hidden(count) else loaded.step)(
                         StepShape(count, trees, branching, has_prompts=prompts or count > 128, is_deep=deep)
                     )
     assert noted <= found.all
@@ -93,7 +93,7 @@ def test_kernels_of_a_first_prompt_come_before_others(sizes: Limits, rows: int, 
     launched = []
     for shape in (StepShape.prompt(count), StepShape(1)):
         with note_kernels() as noted:
-            step = loaded.kept_step if sizes.is_captured(shape.num_rows) else loaded.step
+            step = loaded.kept_step if sizes.keeps_hidden(shape.num_rows) else loaded.step
             loaded.model.logits(step(shape).rows(0, 1))
         launched.append(noted)
     prompt, token = launched
