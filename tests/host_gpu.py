@@ -28,6 +28,10 @@ _GPU = GpuHardware("a GPU", "0", TOTAL_BYTES, TOTAL_BYTES)
 MACHINE = Hardware("a CPU", ("avx2",), 4, 4, 2**35, 2**33, read_bytes_per_s=1e10, gpu=_GPU)
 
 
+# The product's own, also where one of these devices is inside another.
+SERVERS = {name: getattr(_csrc, name) for name in ("ExpertServer", "NgramServer")}
+
+
 class Servers:
     """Servers of a kind that look for requests only when there is one.
 
@@ -78,7 +82,7 @@ class ServerOnDemand:
 @contextmanager
 def gpu_on(device: HostDevice) -> Iterator[HostStream]:
     """Inside, `CudaRunner` finds a GPU: the host, with the kernels of `device`, and this stream."""
-    servers = [(name, Servers(getattr(_csrc, name))) for name in ("ExpertServer", "NgramServer")]
+    servers = [(name, Servers(kind)) for name, kind in SERVERS.items()]
 
     def look() -> None:
         for _, of_kind in servers:

@@ -109,8 +109,8 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "pairs": integers.PAIRS,
         "block_positions": BLOCK_POSITIONS_OF_A_SUM,
         **{
-            f"(IntegerAttention<{bits_of(name)}, {head_dim}, 4, true, 2>::Block::row_bytes)": (
-                integers._tile_row_bytes(attention_shape(name, head_dim))
+            f"(IntegerAttention<{bits_of(name)}, {head_dim}, 4, true, 2, 1, 1>::Block::tile_bytes)": (
+                integers._tile_bytes(attention_shape(name, head_dim))
             )
             for name in INTEGER_CACHE_TYPES
             for head_dim in (64, 256)

@@ -7,6 +7,7 @@ from pathlib import Path
 from coldstream.server.http import ServerSettings, app, bodies, create_app
 from coldstream.server.http import settings as settings_module
 from coldstream.server.http.chat_request import ChatRequest
+from coldstream.server.http.completion_request import CompletionRequest
 from coldstream.server.local_client import LocalClient
 
 PAGE = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
@@ -35,7 +36,7 @@ def test_the_page_names_codes_that_there_are() -> None:
 def test_the_page_names_fields_that_there_are() -> None:
     section = PAGE.split("## Fields beyond OpenAI's")[1].split("Reasoning comes as")[0]
     named = set(re.findall(r"`([a-z_]+)`", section)) - {"none", "prompt_progress"}
-    assert named <= ChatRequest.model_fields.keys()
+    assert named <= ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
 
 
 def test_the_limits_of_the_page_are_the_settings() -> None:

@@ -42,7 +42,7 @@ class Device:
         self.memory = SimpleNamespace(
             staged=nothing, num_blocks=1, results=SimpleNamespace(copy=lambda: self.results.copy())
         )
-        self.loaded = SimpleNamespace(sequences=self.cache)
+        self.loaded = SimpleNamespace(sequences=self.cache, ops=SimpleNamespace(ngram_reader=None))
         self.block = SimpleNamespace(most_nodes=MOST_NODES)
 
     def launch(self, shape: FusedShape) -> None:
