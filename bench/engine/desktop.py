@@ -37,7 +37,7 @@ from bench.engine.gpu_hybrid import sizes
 from bench.engine.plan_forecast import Work
 from bench.kernels.busy_bus import Programs, bytes_left
 from bench.memory_limit import available_bytes, filled_memory
-from bench.results import write_result
+from bench.results import commit, write_result
 from coldstream.planning.config import parse_size
 
 OURS, THEIRS = "coldstream", "llama.cpp"
@@ -66,8 +66,8 @@ class Lines:
         return time.monotonic() > self.until
 
     def add(self, row: Row) -> None:
-        """Keeps a row, and prints it for people."""
-        self.rows.append(row)
+        """Keeps a row with the commit that measured it, and prints it for people."""
+        self.rows.append(row | {"commit": self.commit or commit()})
         write_result(self.about | {"rows": self.rows}, self.out, self.commit)
         figures = ", ".join(f"{name} {each['tok_s']:,.1f}" for name, each in row["figures"].items())
         left = " and ".join(f"{rate / 1e9:.1f}" for rate in row["bus_bytes_per_s"])
@@ -235,8 +235,9 @@ def run(options: argparse.Namespace) -> bool:
                 f"beside {number} programs: {left[str(number)] / 1e9:.1f} GB/s", file=sys.stderr, flush=True
             )
         lines = Lines(about, options.out, options.commit, until, kept_rows(options.out))
-        our_lines(options, lines, programs)
-        if options.llama:
+        if OURS in options.measure:
+            our_lines(options, lines, programs)
+        if options.llama and THEIRS in options.measure:
             their_lines(options, lines, programs)
     return not lines.failed
 
@@ -271,6 +272,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--timed-tokens", type=int, default=64)
     parser.add_argument("--texts", type=int, default=2)
     parser.add_argument("--generate", type=int, default=48, help="by llama.cpp")
+    parser.add_argument("--measure", nargs="+", choices=(OURS, THEIRS), default=(OURS, THEIRS))
     parser.add_argument("--ram", type=parse_size, help="that is left to all programs")
     parser.add_argument("--seconds", type=float, default=280.0, help="after which no line begins")
     parser.add_argument(

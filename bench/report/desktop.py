@@ -32,7 +32,8 @@ def desktop_bus() -> str:
     left = ", ".join(
         f"{rate / 1e9:.1f} GB/s beside {number}" for number, rate in result["bus_left_bytes_per_s"].items()
     )
-    note = f"{result['machine']['gpu']}, commit {result['commit']}: `{result['command']}`"
+    commits = ", ".join(dict.fromkeys(row.get("commit", result["commit"]) for row in ours))
+    note = f"{result['machine']['gpu']}, commit {commits}: `{result['command']}`"
     text = table([*header, "forecast over measured"], lines)
     return f"{text}\n{note}. Copies got {left} other programs before all lines.\n"
 

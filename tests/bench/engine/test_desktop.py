@@ -69,14 +69,16 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str,
 def test_each_side_has_a_line_of_every_setting_and_none_twice(
     tmp_path: Path, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = run(tmp_path, monkeypatch, "--experts", "0", "--cpu-layers", "2", "--programs", "3")
-    assert len(first["rows"]) == 2
+    one_setting = ("--experts", "0", "--cpu-layers", "2", "--programs", "3")
+    first = run(tmp_path, monkeypatch, *one_setting, "--measure", desktop.THEIRS, "--commit", "0ther")
+    assert [row["commit"] for row in first["rows"]] == ["0ther"]
     result = run(tmp_path, monkeypatch)
     keys = [
         tuple(row[name] for name in ("side", "cores", "programs", "experts_gib")) for row in result["rows"]
     ]
     assert len(keys) == len(set(keys)) == 2 * 2 * 2
-    assert result["rows"][:2] == first["rows"]
+    assert result["rows"][:1] == first["rows"]
+    assert {row["commit"] for row in result["rows"][1:]} == {"c0ffee"}
     for row in result["rows"]:
         assert list(row["figures"]) == ["decode", "20", "33"]
         assert all(each["tok_s"] > 0 for each in row["figures"].values())
