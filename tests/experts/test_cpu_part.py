@@ -138,6 +138,37 @@ def test_where_the_bus_alone_takes_longer_nothing_else_is_tried() -> None:
     assert slower_bus.run(steps).ways.index(False) == 10
 
 
+@given(slower=st.floats(1.3, 10.0), unusual=st.integers(1, 3))
+def test_one_step_that_the_bus_held_up_by_itself_ends_a_try(slower: float, unusual: int) -> None:
+    """Also one that does something for the first time, as all do at first. The fastest copies of steps with
+    the CPU had promised more.
+    """
+    part, ways = CpuPart(), []
+    for _ in range(3 * STEPS_BETWEEN):
+        way = part.choose(ROWS)
+        ways.append(way)
+        on_bus = 0.5 if way else slower
+        seconds = 1.0 if way else 1.2 * slower
+        part.learn(ROWS, seconds, on_bus, with_cpu=way, is_usual=ways.count(way) > unusual)
+    assert ways.count(False) == 1
+    assert ways.index(False) == unusual + FEWEST
+
+
+@given(faster=st.floats(0.2, 0.9), unusual=st.integers(1, 3), longer=st.floats(1.0, 9.0))
+def test_what_a_step_does_for_the_first_time_does_not_end_a_try(
+    faster: float, unusual: int, longer: float
+) -> None:
+    part, ways = CpuPart(), []
+    for _ in range(2 * STEPS_BETWEEN):
+        way = part.choose(ROWS)
+        ways.append(way)
+        is_usual = ways.count(way) > unusual
+        seconds = (1.0 if way else faster) * (1.0 if is_usual else longer)
+        part.learn(ROWS, seconds, 0.9 * faster, with_cpu=way, is_usual=is_usual)
+    first = unusual + FEWEST
+    assert not any(ways[first : first + STEPS_BETWEEN])
+
+
 @given(rows=st.integers(513, 2048))
 def test_steps_of_other_lengths_choose_for_themselves(rows: int) -> None:
     machine = Machine(always(2.0), always(1.0)).run(3 * FEWEST)

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coldstream.experts.cpu_share import (
+    KNOWN_FOR,
     BusRate,
     CpuShare,
     Lookahead,
@@ -170,11 +171,60 @@ def test_the_bus_alone_is_what_copies_between_the_requests_of_the_cpu_show(
     for number, size in enumerate(sizes):
         bus.learn(size, size / (bus_rate if number % 3 == 0 else beside * bus_rate))
     bus.learn(last, 10 * last / bus_rate)
-    whole = sum(sizes[::3]) >= 0.1 * sum(sizes)
-    assert bus.alone == pytest.approx(bus_rate if whole else bus.alone)
     assert beside * bus_rate * 0.99 <= bus.now <= 1.01 * bus_rate
+    alone = bus.end_step(with_cpu=True)
+    assert alone is not None
+    whole = sum(sizes[::3]) >= 0.1 * sum(sizes)
+    assert alone == pytest.approx(bus_rate if whole else alone)
     bus.start_step()
-    assert bus.alone is None
+    assert bus.end_step(with_cpu=True) is None
+
+
+class SharedBus:
+    """A bus at which programs follow each other: one copy in `programs` + 1 is as fast as without them, and
+    the others wait. beside: of its rate, while the CPU reads.
+    """
+
+    def __init__(self, programs: int, beside: float) -> None:
+        self.bus, self.programs, self.beside = BusRate(), programs, beside
+
+    def step(self, *, with_cpu: bool) -> float | None:
+        """What it says after a step of copies of 10 MB, of which each takes 1 ms with the bus to itself."""
+        self.bus.start_step()
+        for number in range(120):
+            longer = 1.0 + self.programs**2 / 2 if number % (self.programs + 1) else 1.0
+            self.bus.learn(10**7, 1e-3 * longer / (self.beside if with_cpu else 1.0))
+        return self.bus.end_step(with_cpu=with_cpu)
+
+
+@given(programs=st.integers(1, 7), beside=st.floats(0.5, 1.0))
+def test_a_step_without_the_cpu_says_what_copies_get_between_other_programs(
+    programs: int, beside: float
+) -> None:
+    shared = SharedBus(programs, beside)
+    at_best = shared.step(with_cpu=True)
+    true = shared.step(with_cpu=False)
+    assert at_best is not None
+    assert true is not None
+    assert at_best == pytest.approx(1e10 * beside)
+    assert true < 0.8 * 1e10
+    assert shared.step(with_cpu=True) == pytest.approx(min(true, at_best))
+    shared.programs = 0  # they have ended
+    assert shared.step(with_cpu=True) == pytest.approx(1e10 * beside)
+    shared.programs = programs
+    for _ in range(KNOWN_FOR - 2):
+        assert shared.step(with_cpu=True) == pytest.approx(min(true, at_best))
+    assert shared.step(with_cpu=True) == pytest.approx(at_best), "it is forgotten in the end"
+
+
+def test_a_step_behind_another_one_without_the_cpu_says_nothing_of_both() -> None:
+    shared = SharedBus(3, 1.0)
+    shared.step(with_cpu=True)
+    true = shared.step(with_cpu=False)
+    shared.programs = 0
+    shared.step(with_cpu=False)
+    shared.programs = 3
+    assert shared.step(with_cpu=True) == pytest.approx(true)
 
 
 def test_the_bus_is_kept_busy_and_no_more() -> None:

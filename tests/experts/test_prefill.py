@@ -154,16 +154,18 @@ def test_the_cpu_takes_part_in_steps_of_as_many_rows_as_it_has_room_for(
 def test_a_step_goes_the_way_that_is_chosen_for_it_and_its_time_is_learned(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for the first step of a way."""
+    """The first step of a way does something for the first time."""
     ways, learned = [True, False, True, False, True], []
     order = iter(ways)
     monkeypatch.setattr(CpuShare, "split", SHARES["all"])
     monkeypatch.setattr(CpuPart, "choose", lambda self, rows: next(order))
-    monkeypatch.setattr(BusRate, "alone", 1e9)
+    monkeypatch.setattr(BusRate, "end_step", lambda self, *, with_cpu: 1e9 if with_cpu else 2e9)
     monkeypatch.setattr(
         CpuPart,
         "learn",
-        lambda self, rows, seconds, on_bus, *, with_cpu: learned.append((rows, on_bus, with_cpu)),
+        lambda self, rows, seconds, on_bus, *, with_cpu, is_usual: learned.append(
+            (rows, on_bus, with_cpu, is_usual)
+        ),
     )
     with prompts_of(path, seed=1) as prompts:
         stream, counters = prompts.stream, prompts.stream.counters
@@ -174,10 +176,41 @@ def test_a_step_goes_the_way_that_is_chosen_for_it_and_its_time_is_learned(
             assert (counters.on_cpu.sum() > before) == way
             sizes = [sum(layer.sizes) for layer in stream._layers]
             missed_bytes = int(((counters.wanted - missed) * sizes).sum())
-            if learned:
-                assert learned[-1][1] == pytest.approx(missed_bytes / 1e9)
+            assert learned[-1][1] == pytest.approx(missed_bytes / (1e9 if way else 2e9))
         prompts.step(MAX_CPU_ROWS + 1)
-    assert [(rows, way) for rows, _, way in learned] == [(MAX_CPU_ROWS, way) for way in ways[2:]]
+    firsts = [False, False, True, True, True]
+    assert [(rows, *rest) for rows, _, *rest in learned] == [
+        (MAX_CPU_ROWS, way, is_usual) for way, is_usual in zip(ways, firsts, strict=True)
+    ]
+
+
+@any_schedule
+@given(seed=seeds)
+def test_pauses_between_copies_that_follow_each_other_are_the_time_of_the_bus(path: Path, seed: int) -> None:
+    """By the device's clock, which counts operations. A copy that was begun when none was on its way counts
+    from its own beginning.
+    """
+    learned: list[tuple[int, float]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPart, "choose", lambda part, rows: False)
+        patch.setattr(BusRate, "learn", lambda bus, *copy: learned.append(copy))
+        with prompts_of(path, seed) as prompts:
+            stream = prompts.stream
+            stream.resident[:] = False
+            stream.start_step(CHUNK)
+            for group in ([0, 1], [2], [3, 4]):
+                stream._begin(0, group)
+                prompts.device.queue("others", effect=lambda operation: None)
+            ends = [moving.transfer._result().event for moving in stream._moving]
+            follows = [moving._behind is not None for moving in stream._moving]
+            begun = [moving.transfer._result().begun for moving in stream._moving]
+            prompts.device.synchronize()
+            stream._learn_bus()
+            since = [ends[i - 1] if follow else begun[i] for i, follow in enumerate(follows)]
+            expected = [end.milliseconds_since(each) / 1e3 for end, each in zip(ends, since, strict=True)]
+            assert [seconds for _, seconds in learned] == pytest.approx(expected)
+            assert not follows[0]
+            assert all(follows[1:]) or prompts.device._eagerness > 0
 
 
 def test_copies_ahead_are_those_of_the_experts_that_the_last_step_chose(path: Path) -> None:

@@ -63,6 +63,10 @@ class Transfer:
         """How long the transfer took; only once it `is_over`."""
         return self._result().seconds
 
+    def seconds_after(self, other: "Transfer") -> float:
+        """From the end of one that was begun before to its own end; only once both are over."""
+        return float(self._result().event.milliseconds_since(other._result().event) / 1e3)
+
     def wait(self) -> None:
         """Makes the current stream wait for the bytes. Raises ModelChangedError, DeviceError."""
         streams.current_stream().wait_event(self._result().event)

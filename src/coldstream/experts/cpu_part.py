@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Collection
 from statistics import median
-from typing import Final
+from typing import Final, NamedTuple
 
 from coldstream.placement.control import NUM_COMPARED, WORTHWHILE
 
@@ -29,7 +29,7 @@ class CpuPart:
     Steps of about as many rows are compared: two or three with the CPU, and then as many without. The slower
     way is tried again now and then: seldom where tries are expensive, and soon where the faster way takes
     another time than it did. Where the bus alone takes longer than a step with the CPU, steps without it are
-    not tried.
+    not tried, or no longer once one has shown it.
     """
 
     def __init__(self) -> None:
@@ -39,17 +39,28 @@ class CpuPart:
         """Whether the CPU has a part in the next step, of so many rows."""
         return self._of(rows).chosen
 
-    def learn(self, rows: int, seconds: float, on_bus: float, *, with_cpu: bool) -> None:
-        """Takes note of a step that ended, and that did nothing for the first time. What is absurd is left
-        out.
+    def learn(
+        self, rows: int, seconds: float, on_bus: float, *, with_cpu: bool, is_usual: bool = True
+    ) -> None:
+        """Takes note of a step that ended. What is absurd is left out.
 
         on_bus: seconds that all missing experts of the step take the bus at least, if the CPU has no part.
+        is_usual: whether it did nothing for the first time. Of others, only the bus's time counts.
         """
         if math.isfinite(seconds) and seconds > 0:
-            self._of(rows).learn(seconds / rows, on_bus / rows, with_cpu)
+            self._of(rows).learn(_Step(seconds / rows, on_bus / rows, with_cpu, is_usual))
 
     def _of(self, rows: int) -> "_Ways":
         return self._ways.setdefault(round(SIZES_PER_DOUBLING * math.log2(rows)), _Ways())
+
+
+class _Step(NamedTuple):
+    """See `CpuPart.learn`; times are seconds of a row."""
+
+    seconds: float
+    on_bus: float
+    way: bool
+    is_usual: bool
 
 
 class _Ways:
@@ -64,13 +75,15 @@ class _Ways:
         self._num_steps = 0  # since the last try
         self._num_failed = 0  # tries, since the best way or its time has changed
 
-    def learn(self, seconds: float, on_bus: float, way: bool) -> None:
-        self._times[way].append(seconds)
+    def learn(self, step: _Step) -> None:
+        seconds, on_bus, way, is_usual = step
+        if is_usual:
+            self._times[way].append(seconds)
         if self.chosen != self._best:
             if way == self.chosen:
-                self._go_on_trying(seconds)
+                self._go_on_trying(step)
             return
-        if way != self._best:
+        if way != self._best or not is_usual:
             return
         self._num_steps += 1
         self._debt = max(0.0, self._debt - MOST_COST / 2**self._num_failed * seconds)
@@ -90,12 +103,14 @@ class _Ways:
             return self._debt <= MOST_DEBT * best
         return self._debt == 0 and self._num_steps >= STEPS_BETWEEN
 
-    def _go_on_trying(self, seconds: float) -> None:
+    def _go_on_trying(self, step: _Step) -> None:
         best, tried = median(self._times[self._best]), self._times[self.chosen]
-        self._cost += max(0.0, seconds - best)
-        if not _agree(tried) and seconds < HOPELESS * best:
+        self._cost += max(0.0, step.seconds - best)
+        is_ruled_out = not step.way and step.on_bus > CHANGED * best
+        is_known = step.is_usual and (_agree(tried) or step.seconds >= HOPELESS * best)
+        if not (is_ruled_out or is_known):
             return
-        found = median(tried)
+        found = step.on_bus if is_ruled_out else median(tried)
         if found < WORTHWHILE * best:
             self._best, self._num_failed = self.chosen, 0
         else:

@@ -19,6 +19,7 @@ Array = np.ndarray[Any, Any]
 FIRST_BUS_RATE, FIRST_CPU_RATE = 20e9, 10e9  # bytes a second, before any was measured
 BUS_GAIN = 1 / 16  # of a copy in the average of the last ones
 NUM_FASTEST = 1 / 10  # of a step's bytes
+KNOWN_FOR = 256  # steps with the CPU's part, in which another one without it counts
 
 
 def bus_order(counts: Array, missing: Array, with_cpu: bool) -> list[int]:
@@ -51,24 +52,14 @@ class BusRate:
     def __init__(self) -> None:
         self._num_bytes = self._seconds = 0.0  # of the last copies
         self._copies: list[tuple[float, int]] = []  # since `start_step`: rate and bytes of each
+        self._beside: float | None = None  # of the last step, if the CPU had a part in it
+        self._gain: float | None = None  # without the CPU's part over beside it; None: not known
+        self._num_steps = 0  # with the CPU's part, since then
 
     @property
     def now(self) -> float:
         """Of the last copies, whatever the CPU did meanwhile."""
         return self._num_bytes / self._seconds if self._seconds > 0 else FIRST_BUS_RATE
-
-    @property
-    def alone(self) -> float | None:
-        """Of the fastest tenth of a step's bytes, beside which the CPU read nothing: between its requests, or
-        in a step in which it has no part. None if nothing was copied.
-        """
-        of_all = sum(num_bytes for _, num_bytes in self._copies)
-        left = NUM_FASTEST * of_all
-        for rate, num_bytes in sorted(self._copies, reverse=True):
-            left -= num_bytes
-            if left <= 0:
-                return rate
-        return None
 
     def start_step(self) -> None:
         """Forgets the copies of the step before, but not what the last ones took."""
@@ -80,6 +71,34 @@ class BusRate:
             self._num_bytes += num_bytes - BUS_GAIN * self._num_bytes
             self._seconds += seconds - BUS_GAIN * self._seconds
             self._copies.append((num_bytes / seconds, num_bytes))
+
+    def end_step(self, *, with_cpu: bool) -> float | None:
+        """The rate of all the step's copies without the CPU's part; None if nothing was copied.
+
+        A step beside the CPU says only what it is at most: its fastest copies may have had nothing beside
+        them, neither the CPU nor another program. The first step without the CPU's part behind it says how
+        many times as fast all copies are then.
+        """
+        before, self._beside = self._beside, None
+        if not self._copies:
+            return None
+        of_all = sum(num_bytes for _, num_bytes in self._copies)
+        mean = of_all / sum(num_bytes / rate for rate, num_bytes in self._copies)
+        if not with_cpu:
+            if before is not None:
+                self._gain, self._num_steps = max(1.0, mean / before), 0
+            return mean
+        self._beside, self._num_steps = mean, self._num_steps + 1
+        if self._num_steps > KNOWN_FOR:
+            self._gain = None
+        fastest = self._fastest(NUM_FASTEST * of_all)
+        return fastest if self._gain is None else min(fastest, self._gain * mean)
+
+    def _fastest(self, num_bytes: float) -> float:
+        """The least rate of the step's fastest copies, which have so many bytes together."""
+        ordered = sorted(self._copies, reverse=True)
+        reached = np.cumsum([each for _, each in ordered])
+        return ordered[int(np.argmax(reached >= num_bytes))][0]
 
 
 class CpuShare:

@@ -83,11 +83,28 @@ class _Request:
 
 
 class _Moving:
-    """A transfer that is not known to have ended, and the experts that it reads in a pool."""
+    """A transfer that is not known to have ended, and the experts that it reads in a pool.
 
-    def __init__(self, host: HostExperts, layer: int, held: Iterable[int], transfer: Transfer) -> None:
+    behind: one that was not over when it was begun.
+    """
+
+    def __init__(
+        self,
+        host: HostExperts,
+        layer: int,
+        held: Iterable[int],
+        transfer: Transfer,
+        behind: Transfer | None,
+    ) -> None:
         self._host, self._layer, self._held = host, layer, tuple(held)
-        self.transfer = transfer
+        self.transfer, self._behind = transfer, behind
+
+    @property
+    def seconds(self) -> float:
+        """For which it kept the bus from others; only once it is over. Where copies follow each other, pauses
+        in between count: another program may have the bus then.
+        """
+        return self.transfer.seconds if self._behind is None else self.transfer.seconds_after(self._behind)
 
     def finish(self) -> None:
         """Returns when the transfer reads and writes no more, whether it failed or not."""
@@ -120,6 +137,7 @@ class ExpertStream:
         self._lookahead, self._cpu_share, self._cpu_part = Lookahead(), CpuShare(host.max_rows), CpuPart()
         self._with_cpu = False  # whether the CPU has a part in the step
         self._begun: tuple[int, float] | None = None  # rows of a step that is compared, and its start
+        self._is_usual = False  # whether that step does nothing for the first time
         self._known: set[tuple[int, bool]] = set()  # rows of steps that have run, and whether with the CPU
         self._missed_bytes = 0  # of the step's experts without a slot
         self._layers: list[LayerShape] = []
@@ -167,6 +185,7 @@ class ExpertStream:
         is_possible = rows <= self._host.max_rows
         self._with_cpu = is_possible and self._cpu_part.choose(rows)
         self._begun = (rows, time.perf_counter()) if is_possible else None
+        self._is_usual = (rows, self._with_cpu) in self._known  # rates and kernels are new to the first step
         self._missed_bytes = 0
         self._cpu_share.bus.start_step()
         self._locked.clear()
@@ -180,12 +199,12 @@ class ExpertStream:
         time.
         """
         self.settle()  # experts that a pool kept in place for copies are free again
+        rate = self._cpu_share.bus.end_step(with_cpu=self._with_cpu)
         if self._begun is not None:
             rows, start = self._begun
-            if (rows, self._with_cpu) in self._known:  # rates and kernels are new to the first step
-                rate = self._cpu_share.bus.alone
-                on_bus = self._missed_bytes / rate if rate else 0.0
-                self._cpu_part.learn(rows, time.perf_counter() - start, on_bus, with_cpu=self._with_cpu)
+            on_bus = self._missed_bytes / rate if rate else 0.0
+            seconds = time.perf_counter() - start
+            self._cpu_part.learn(rows, seconds, on_bus, with_cpu=self._with_cpu, is_usual=self._is_usual)
             self._known.add((rows, self._with_cpu))
         self._host.bulk_server.end()
         self._host.bulk_server.check()
@@ -243,9 +262,8 @@ class ExpertStream:
         int32 [T, K], experts that the next layer's router would choose; None: it is not known. Raises
         ModelChangedError, DeviceError.
         """
-        if graphs.recording() is not None and self._begun is not None:
-            self._known.add((self._begun[0], self._with_cpu))
-            self._begun = None  # the step takes longer than others
+        if graphs.recording() is not None:
+            self._is_usual = False  # the step takes longer than others
         self._ids_there.synchronize()
         ids = self._host.wanted_ids[:tokens]
         num_experts = self.resident.shape[1]
@@ -329,7 +347,7 @@ class ExpertStream:
         while self._moving and self._moving[0].transfer.is_over:
             ended = self._moving.popleft()
             ended.finish()
-            self._cpu_share.bus.learn(ended.transfer.num_bytes, ended.transfer.seconds)
+            self._cpu_share.bus.learn(ended.transfer.num_bytes, ended.seconds)
 
     def _stream(
         self, layer: int, experts: Sequence[int], counts: Array, is_short: bool, compute: Compute
@@ -358,6 +376,8 @@ class ExpertStream:
     def _begin(self, layer: int, experts: Sequence[int]) -> None:
         """Queues the copy of a group into the next buffer, behind the last reader of that buffer."""
         buffer = self._ring.take()
+        last = self._moving[-1].transfer if self._moving else None
+        behind = None if last is None or last.is_over else last
         held = self._host.hold(layer, experts)
         try:
             copies = self._layers[layer].copies(experts, held)
@@ -368,7 +388,7 @@ class ExpertStream:
             self._host.release(layer, held)
             raise
         self._waiting.append(_BegunGroup(experts, buffer, transfer))
-        self._moving.append(_Moving(self._host, layer, held, transfer))
+        self._moving.append(_Moving(self._host, layer, held, transfer, behind))
 
     def _copies_for(self, layer: int, copies: Sequence[StagingCopy]) -> Copies:
         """What makes these copies of a layer's experts: the copy engine alone, if the layer is locked where
