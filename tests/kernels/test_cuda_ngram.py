@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import pytest
@@ -10,19 +11,26 @@ from cuda_row_cases import CUDA, GuardedActivations, check_compiles, for_each_ar
 from guarded import Guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
+from random_blocks import random_weight
 from same_bits import assert_same_bits
 from state_boundaries import Chain, some_chains
 from state_boundaries import rows_of as rows_of_chains
 
 from all_pairs import all_pairs
 from coldstream.errors import GenerationFault
+from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
+from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.runtime import calls
+from coldstream.kernels.dequantize.reference import dequantize
 from coldstream.kernels.hyper_connections.cuda import norm_streams_cuda
 from coldstream.kernels.hyper_connections.reference import norm_streams_exact
 from coldstream.kernels.ngram.cuda import (
     MOST_WAITING_BLOCKS,
     PROGRAM,
+    ROWS_PROGRAM,
+    instance_of,
     ngram_commit_cuda,
     ngram_conv_cuda,
     ngram_gate_cuda,
@@ -37,8 +45,10 @@ from coldstream.kernels.ngram.reference import (
     ngram_ids,
 )
 from coldstream.kernels.ops import BatchRows, CommittedPath, NgramHash, NgramState, Rows
+from coldstream.kernels.quant_tensor import QuantTensor
 
-CPU, EPS, NUM_STATES, NUM_KEPT, END = torch.device("cpu"), 1e-6, 8, 20, 5
+CPU, EPS, NUM_STATES, NUM_KEPT, END, NUM_ROWS = torch.device("cpu"), 1e-6, 8, 20, 5, 100
+SOME_TYPES = QuantType.Q5_0, QuantType.F16, QuantType.Q4_K, QuantType.IQ4_NL
 HASHES = {
     2: NgramHash((2**63 - 25, 2**62 + 135), (2**31 - 1,), (0,), END, 1),
     3: NgramHash((2**40 + 15, 2**39 + 7, 2**38 + 1), (11, 13, 17, 19), (0, 11, 24, 41), END, 2),
@@ -59,6 +69,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 @for_each_architecture
 def test_kernels_compile(arch: str) -> None:
     check_compiles(PROGRAM, arch)
+    check_compiles(CudaProgram(ROWS_PROGRAM.source, [*map(instance_of, SOME_TYPES)]), arch)
 
 
 @dataclass(frozen=True)
@@ -156,7 +167,7 @@ def check_ids(step: Step, length: int, device: torch.device, seed: int = 0) -> N
     expected_state = state_of(length - 1)
     state = on(device, expected_state)
     expected = ngram_ids(token_ids, hashing, expected_state, step.rows())
-    box = NgramMailbox.create(step.num_real + step.padding + 1, len(hashing.sizes), 8)
+    box = NgramMailbox.create(step.num_real + step.padding + 1, len(hashing.sizes), 8, QuantType.F32)
     box.ids.numpy()[:] = -7
     box.done.numpy()[:] = 1, 0
     padded = torch.cat((token_ids, torch.zeros(step.padding, dtype=torch.int32))).to(device)
@@ -265,15 +276,33 @@ def test_a_commit_leaves_the_states_of_a_chain(count: int, device: torch.device)
     assert_states_equal(found, expected)
 
 
+@dataclass(frozen=True)
+class Table:
+    """Random rows of a type, in a file, and their values."""
+
+    rows: _csrc.NgramTable
+    weight: QuantTensor
+
+    @classmethod
+    def written(cls, path: Path, quant_type: QuantType) -> Self:
+        cols = max(32, quant_type.block_elements)
+        weight = random_weight(quant_type, (NUM_ROWS, cols), seed=1)
+        path.write_bytes(weight.blocks.numpy().tobytes())
+        row_bytes = quant_type.row_bytes(cols)
+        with path.open("rb") as file:
+            rows = _csrc.NgramTable(file.fileno(), 0, quant_type, NUM_ROWS, cols, row_bytes, 1 << 20)
+        return cls(rows, weight)
+
+    def values(self, ids: NDArray[np.int32]) -> torch.Tensor:
+        """Of the rows, side by side; zeros for row −1."""
+        found = dequantize(self.weight)[torch.from_numpy(np.maximum(ids, 0))]
+        found[torch.from_numpy(ids) < 0] = 0
+        return found.reshape(len(ids), -1)
+
+
 @pytest.fixture
-def table(tmp_path: Path) -> _csrc.NgramTable:
-    """Row r of Q8_0 has the values r − 120, r − 119, …"""
-    blocks = np.zeros((100, 34), np.uint8)
-    blocks[:, :2] = np.array([1.0], np.float16).view(np.uint8)
-    blocks[:, 2:] = (np.arange(100)[:, None] + np.arange(32) - 120).astype(np.int8).view(np.uint8)
-    (tmp_path / "table").write_bytes(blocks.tobytes())
-    with (tmp_path / "table").open("rb") as file:
-        return _csrc.NgramTable(file.fileno(), 0, 8, 100, 32, 34, 1 << 20)
+def table(tmp_path: Path) -> Table:
+    return Table.written(tmp_path / "table", QuantType.Q8_0)
 
 
 @dataclass(frozen=True)
@@ -282,41 +311,53 @@ class Served:
     server: _csrc.NgramServer
 
 
-def serve(table: _csrc.NgramTable, rows: int, heads: int) -> Served:
-    box = NgramMailbox.create(rows, heads, 32)
-    server = _csrc.NgramServer(_csrc.Runtime(2), *box.arrays(), table)
+def serve(table: Table, rows: int, heads: int) -> Served:
+    box = NgramMailbox.create(rows, heads, table.weight.shape[1], table.weight.quant_type)
+    server = _csrc.NgramServer(_csrc.Runtime(2), *box.arrays(), table.rows)
     server.begin()
     return Served(box, server)
 
 
-@pytest.mark.parametrize("rows", [1, 3, MOST_WAITING_BLOCKS + 1])
-def test_rows_that_the_host_reads(table: _csrc.NgramTable, rows: int, device: torch.device) -> None:
-    """Few are read by the thread that looks for requests, many by all."""
-    heads = 2 + 2 * (rows == 1)
-    served = serve(table, rows, heads)
-    ids = np.random.default_rng(rows).integers(-1, 100, (rows, heads)).astype(np.int32)
-    box = served.box
-    for _ in range(2):  # from the file, and from memory
-        box.ids.numpy()[:], box.found.numpy()[:] = ids, np.nan
+def check_rows(table: Table, rows: int, heads: int, device: torch.device) -> None:
+    """Twice: from the file, and from memory."""
+    served, width = serve(table, rows, heads), heads * table.weight.shape[1]
+    ids = np.random.default_rng(rows).integers(-1, NUM_ROWS, (rows, heads)).astype(np.int32)
+    ids[0, 0] = -1
+    box, expected = served.box, table.values(ids)
+    for _ in range(2):
+        box.ids.numpy()[:], box.found.numpy()[:] = ids, 255
         box.done.numpy()[0] = 0
         box.request.numpy()[0] = rows
-        out, codes = Guarded(rows, heads * 32, device=device), GuardedActivations(rows, heads * 32, device)
+        out, codes = Guarded(rows, width, device=device), GuardedActivations(rows, width, device)
         ngram_rows_cuda(box, out.tensor, codes.out)
-        expected = torch.from_numpy(ids[..., None] + np.arange(32) - 120).float()
-        expected[torch.from_numpy(ids) < 0] = 0
-        assert_same_bits(out.checked(), expected.reshape(rows, -1))
-        codes.check(expected.reshape(rows, -1))
+        found = out.checked()
+        assert torch.equal(found, expected)
+        found[expected == 0] = expected[expected == 0]  # zeros for no row may have a sign
+        assert_same_bits(found, expected)
+        codes.check(expected)
     served.server.check()
     box.check()
-    assert table.hits > 0
+    assert table.rows.hits > 0
     served.server.end()
 
 
+@pytest.mark.parametrize("rows", [1, 3, MOST_WAITING_BLOCKS + 1])
+def test_rows_that_the_host_reads(table: Table, rows: int, device: torch.device) -> None:
+    """Few are read by the thread that looks for requests, many by all."""
+    check_rows(table, rows, 2 + 2 * (rows == 1), device)
+
+
+@pytest.mark.parametrize("quant_type", SOME_TYPES, ids=lambda found: found.name)
+def test_rows_of_other_types(quant_type: QuantType, tmp_path: Path, device: torch.device) -> None:
+    check_rows(Table.written(tmp_path / "table", quant_type), 2, 5, device)
+
+
 @pytest.mark.usefixtures("host")
-def test_errors_of_a_request_are_those_of_the_check(table: _csrc.NgramTable) -> None:
+def test_errors_of_a_request_are_those_of_the_check(table: Table) -> None:
     served = serve(table, 1, 1)
     box = served.box
-    for rows, row, message in ((1, 100, "a row lies outside the table"), (2, 0, "n-grams of 2 rows, which")):
+    outside = "a row lies outside the table"
+    for rows, row, message in ((1, NUM_ROWS, outside), (2, 0, "n-grams of 2 rows, which")):
         box.ids.numpy()[0], box.done.numpy()[0] = row, 0
         box.request.numpy()[0] = rows
         while not box.done.numpy()[0]:
@@ -332,7 +373,7 @@ def test_errors_of_a_request_are_those_of_the_check(table: _csrc.NgramTable) -> 
 
 @pytest.mark.usefixtures("host")
 def test_what_no_kernel_has_is_refused() -> None:
-    box, rows = NgramMailbox.create(4, 4, 8), STEPS[0].padded(CPU)
+    box, rows = NgramMailbox.create(4, 4, 8, QuantType.F32), STEPS[0].padded(CPU)
     state, one = state_of(), torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="no kernel for n-grams of 5 tokens with 1 heads"):
         ngram_ids_cuda(one, NgramHash((1,) * 5, (7,), (0,), END, 1), state, rows, box)

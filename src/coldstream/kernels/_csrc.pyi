@@ -384,6 +384,9 @@ class NgramTable:
     def num_cols(self) -> int: ...
 
     @property
+    def row_bytes(self) -> int: ...
+
+    @property
     def cache_bytes(self) -> int:
         """Memory of the rows that are kept."""
 
@@ -463,9 +466,9 @@ class NgramServer:
     A thread that reads rows of a table when asked through words in memory.
     """
 
-    def __init__(self, runtime: Runtime, request: Annotated[NDArray[numpy.uint32], dict(shape=(1), order='C', device='cpu')], done: Annotated[NDArray[numpy.uint32], dict(shape=(1), order='C', device='cpu')], ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')], table: NgramTable) -> None:
+    def __init__(self, runtime: Runtime, request: Annotated[NDArray[numpy.uint32], dict(shape=(1), order='C', device='cpu')], done: Annotated[NDArray[numpy.uint32], dict(shape=(1), order='C', device='cpu')], ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order='C', device='cpu')], table: NgramTable) -> None:
         """
-        Over int32 ids [T, heads], -1 for none, and float32 out [T, heads · columns], which are kept. A client zeroes `done`, then stores its rows to `request`; `done` becomes 1. `runtime` has the threads that read for a prompt.
+        Over int32 ids [T, heads], -1 for none, and uint8 out [T, heads · bytes of a row], which are kept. A client zeroes `done`, then stores its rows to `request`; `done` becomes 1. `runtime` has the threads that read for a prompt.
         """
 
     def begin(self) -> None:

@@ -14,11 +14,16 @@ WARP_SIZE = 32
 RUN_VALUES = 8  # per thread
 
 
-def instance_of(quant_type: QuantType) -> str:
-    """The instance of the kernel that reads a type."""
+def traits_of(quant_type: QuantType) -> str:
+    """What kernels decode a type by."""
     is_float = quant_type not in INTEGER_TYPES
     source = f"Floats<coldstream::{quant_type.name.lower()}>" if is_float else quant_type.name
-    return f"coldstream::dequantize_rows<coldstream::{source}>"
+    return f"coldstream::{source}"
+
+
+def instance_of(quant_type: QuantType) -> str:
+    """The instance of the kernel that reads a type."""
+    return f"coldstream::dequantize_rows<{traits_of(quant_type)}>"
 
 
 PROGRAM = CudaProgram(Path(__file__).with_name("dequantize.cu"), tuple(map(instance_of, QuantType)))

@@ -63,4 +63,32 @@ __device__ __forceinline__ float load_float(const uint8_t* row, int i) {
   return type == f16 ? half_to_float(bits) : bfloat16_to_float(bits);
 }
 
+__device__ __forceinline__ bool starts_on_16(const void* p) {
+  return (reinterpret_cast<uint64_t>(p) & 15) == 0;
+}
+
+// Values first … first + 7 of a row of floats, those past its end 0.
+template <int type>
+__device__ __forceinline__ void load_values(Floats<type>, const uint8_t* row, int first, int cols,
+                                            float (&values)[8]) {
+  constexpr int value_bytes = type == f32 ? 4 : 2;
+  const uint8_t* from = row + int64_t(first) * value_bytes;
+  if (first + 8 <= cols && starts_on_16(from)) {
+    uint4 raw[value_bytes / 2];
+#pragma unroll
+    for (int i = 0; i < value_bytes / 2; i++) raw[i] = load_16(from + 16 * i);
+#pragma unroll
+    for (int k = 0; k < 8; k++) values[k] = load_float<type>(reinterpret_cast<const uint8_t*>(raw), k);
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < 8; k++) values[k] = first + k < cols ? load_float<type>(from, k) : 0.0f;
+}
+
+template <class Weights>
+__device__ __forceinline__ void load_values(Weights, const uint8_t* row, int first, int, float (&values)[8]) {
+  constexpr int elements = Weights::elements;
+  load_run<Weights>(row + int64_t(first / elements) * Weights::bytes, first % elements / run_values, values);
+}
+
 }  // namespace coldstream

@@ -5,20 +5,30 @@ them, and what does not need them runs between the two.
 import ctypes
 from pathlib import Path
 
+from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.quantised import GROUP_SIZE, QuantActivations, padded_cols
 from coldstream.kernels.cuda.array import DeviceArray, check_array
 from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
+from coldstream.kernels.dequantize.cuda import traits_of
 from coldstream.kernels.experts.wait_answer import Answer, wait_answer_cuda
 from coldstream.kernels.ngram.mailbox import NgramMailbox
 from coldstream.kernels.ops import CommittedPath, NgramHash, NgramState, Rows
 from coldstream.kernels.rms_norm.cuda import NormOutputs
 
-IDS, TAKE, GATE, CONV, ADVANCE, COMMIT = (
-    "ngram_ids", "ngram_take_rows", "ngram_gate_rows", "ngram_conv_rows", "ngram_advance", "ngram_commit",
+IDS, GATE, CONV, ADVANCE, COMMIT = (
+    "ngram_ids", "ngram_gate_rows", "ngram_conv_rows", "ngram_advance", "ngram_commit",
 )  # fmt: skip
-PROGRAM = CudaProgram(Path(__file__).with_name("ngram.cu"), (IDS, TAKE, GATE, CONV, ADVANCE, COMMIT))
+PROGRAM = CudaProgram(Path(__file__).with_name("ngram.cu"), (IDS, GATE, CONV, ADVANCE, COMMIT))
+
+
+def instance_of(quant_type: QuantType) -> str:
+    """The kernel that takes rows of a type."""
+    return f"coldstream::ngram_take_rows<{traits_of(quant_type)}>"
+
+
+ROWS_PROGRAM = CudaProgram(Path(__file__).with_name("take_rows.cu"), tuple(map(instance_of, QuantType)))
 # As the kernels have them.
 IDS_THREADS, TAKE_WARPS, GATE_WARPS, CONV_COLUMNS, TILE_ROWS = 1024, 4, 4, 128, 16
 MOST_TOKENS, MOST_HEADS, MOST_HISTORY, TAPS = 4, 192, 16, range(2, 17)
@@ -82,11 +92,11 @@ def ngram_ids_cuda(
 def ngram_rows_cuda(box: NgramMailbox, out: DeviceArray, quantized: QuantActivations) -> None:
     """Waits for the rows that were asked for last, and takes them: float32 `out` [T, width], and `quantized`.
 
-    ValueError if shapes disagree.
+    Their blocks are decoded behind the wait. ValueError if shapes disagree.
     """
     rows, cols = out.shape
-    if cols != box.found.shape[1] or rows > len(box.found) or cols % COLS_MULTIPLE:
-        raise ValueError(f"rows {[rows, cols]} from a mailbox of {list(box.found.shape)}")
+    if cols != box.width or rows > len(box.found) or cols % COLS_MULTIPLE:
+        raise ValueError(f"rows {[rows, cols]} from a mailbox of {[len(box.found), box.width]}")
     padded = padded_cols(cols)
     if tuple(quantized.q.shape) != (rows, padded) or not out.is_contiguous():
         raise ValueError(f"codes {list(quantized.q.shape)} for rows {[rows, cols]}")
@@ -102,9 +112,9 @@ def ngram_rows_cuda(box: NgramMailbox, out: DeviceArray, quantized: QuantActivat
         scales=quantized.scales.data_ptr(),
         sums=quantized.sums.data_ptr(),
     )
-    PROGRAM.kernel(TAKE).launch(
-        grid, TAKE_WARPS * 32, (box.found, cols, padded, answer, outputs), overlap=overlaps(rows)
-    )
+    args = (box.found, box.found.shape[1], cols, padded, answer, outputs)
+    kernel = ROWS_PROGRAM.kernel(instance_of(box.quant_type))
+    kernel.launch(grid, TAKE_WARPS * 32, args, overlap=overlaps(rows))
 
 
 def ngram_gate_cuda(key: DeviceArray, query: DeviceArray, value: DeviceArray, out: DeviceArray) -> None:

@@ -51,7 +51,8 @@ class CudaNgrams(CudaProducts):
 
     def map_ngram_table(self, file: GGUFFile, info: TensorInfo, hashing: NgramHash) -> NgramMailbox:
         if self.planning:
-            box = NgramMailbox.planned(self._max_rows, len(hashing.sizes), info.shape[1])
+            shape = self._max_rows, len(hashing.sizes), info.shape[1]
+            box = NgramMailbox.planned(*shape, info.quant_type)
         else:
             assert self.ngram_reader is None, "one layer of a model has n-grams"
             self.ngram_reader = NgramReader(file, info, hashing, self._max_rows)
@@ -66,7 +67,7 @@ class CudaNgrams(CudaProducts):
         return AskedRows(len(token_ids))
 
     def ngram_rows(self, table: NgramMailbox, ids: AskedRows) -> Activations:
-        out = self.activations(ids.num_rows, table.found.shape[1])
+        out = self.activations(ids.num_rows, table.width)
         self.launch(ngram_rows_cuda, table, out.values, out.quantised)
         return out
 

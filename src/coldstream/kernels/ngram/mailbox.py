@@ -7,6 +7,7 @@ from typing import Any, Self
 import numpy as np
 
 from coldstream.errors import GenerationFault
+from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.array import HostArray
 from coldstream.kernels.cuda.runtime import allocations
 
@@ -20,30 +21,43 @@ class NgramMailbox:
     """Page-locked memory; `csrc/hybrid/ngram_server.h` has the protocol.
 
     words: int32 [32], request and done in cache lines of their own; ids: int32 [rows, heads], written by the
-    device, and found: float32 [rows, heads · columns], written by the host.
+    device, and found: uint8 [rows, heads · bytes of a row of the table], written by the host. width: values
+    of a row of `found`.
     """
 
     words: HostArray
     ids: HostArray
     found: HostArray
+    width: int
+    quant_type: QuantType
 
     @classmethod
-    def create(cls, rows: int, num_heads: int, num_cols: int) -> Self:
-        """For steps of up to so many rows."""
-        return cls._of(rows, num_heads, num_cols, allocations.page_locked)
+    def create(cls, rows: int, num_heads: int, num_cols: int, quant_type: QuantType) -> Self:
+        """For steps of up to so many rows, each of so many of a table's rows."""
+        return cls._of(rows, num_heads, num_cols, quant_type, allocations.page_locked)
 
     @classmethod
-    def planned(cls, rows: int, num_heads: int, num_cols: int) -> Self:
+    def planned(cls, rows: int, num_heads: int, num_cols: int, quant_type: QuantType) -> Self:
         """With the same shapes, in memory that no device reads and nobody writes."""
-        return cls._of(rows, num_heads, num_cols, np.empty)
+        return cls._of(rows, num_heads, num_cols, quant_type, np.empty)
 
     @classmethod
     def _of(
-        cls, rows: int, num_heads: int, num_cols: int, make: Callable[[tuple[int, ...], str], Array]
+        cls,
+        rows: int,
+        num_heads: int,
+        num_cols: int,
+        quant_type: QuantType,
+        make: Callable[[tuple[int, ...], str], Array],
     ) -> Self:
-        shapes = ((2 * _WORDS_PER_LINE,), "int32"), ((rows, num_heads), "int32")
-        arrays = [make(*shape) for shape in (*shapes, ((rows, num_heads * num_cols), "float32"))]
-        return cls(*map(HostArray.of, arrays))
+        row_bytes = num_heads * quant_type.row_bytes(num_cols)
+        return cls(
+            words=HostArray.of(make((2 * _WORDS_PER_LINE,), "int32")),
+            ids=HostArray.of(make((rows, num_heads), "int32")),
+            found=HostArray.of(make((rows, row_bytes), "uint8")),
+            width=num_heads * num_cols,
+            quant_type=quant_type,
+        )
 
     @property
     def num_bytes(self) -> int:

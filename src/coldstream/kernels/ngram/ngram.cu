@@ -1,6 +1,6 @@
-// The n-gram embedding: rows of a table by hashes of the last tokens, asked of the host and taken from it,
-// the gate, the dilated convolution, and the commit of a draft tree. See reference.py for their meaning and
-// cuda.py for the launchers.
+// The n-gram embedding: rows of a table by hashes of the last tokens, asked of the host, the gate, the
+// dilated convolution, and the commit of a draft tree. See reference.py for their meaning and cuda.py for the
+// launchers; take_rows.cu has what takes the rows.
 #include "cuda/answer.cuh"
 #include "cuda/quantize.cuh"
 #include "cuda/vectors.cuh"
@@ -8,7 +8,7 @@
 
 using namespace coldstream;
 
-constexpr int ids_threads = 1024, take_threads = 128, gate_threads = 128, conv_columns = 128;
+constexpr int ids_threads = 1024, gate_threads = 128, conv_columns = 128;
 constexpr int most_tokens = 4, most_heads = 192, max_taps = 16, most_history = 16, tile_rows = 16;
 
 // Of a step. `parents`: of every row that which it follows, −1 for what its sequence has committed.
@@ -103,26 +103,6 @@ __global__ void __launch_bounds__(ids_threads)
     store_relaxed_system(box.done, 0);
     store_release_system(box.request, uint32_t(rows.num_rows));
   }
-}
-
-// Rows of the table that the host has written, also quantised: a warp for each group of 256 columns. `done`
-// is null if an earlier launch has waited. grid (rows, groups / warps).
-__global__ void __launch_bounds__(take_threads)
-    ngram_take_rows(const float* found, int cols, int padded, const __grid_constant__ Answer answer,
-                    NormOutputs out) {
-  wait_for_previous_grid();
-  release_next_grid();
-  if (answer.done) {
-    if (threadIdx.x == 0) wait_for_answer(answer);
-    __syncthreads();
-  }
-  const int group = (blockIdx.y * blockDim.x + threadIdx.x) / warp_size;
-  if (group >= padded / group_elements) return;
-  const int64_t row = blockIdx.x;
-  const Eight x = load_eight<true>(found + row * cols, group, cols);
-  const float values[8] = {x.low.x, x.low.y, x.low.z, x.low.w, x.high.x, x.high.y, x.high.z, x.high.w};
-  store_eight<true>(out.y + row * cols, group, cols, values);
-  store_group(quantize_group(values), quant_row(out.q, out.scales, out.sums, row, padded), group);
 }
 
 __device__ __forceinline__ float4 times(float a, float4 b) { return {a * b.x, a * b.y, a * b.z, a * b.w}; }

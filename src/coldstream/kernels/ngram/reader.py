@@ -27,7 +27,7 @@ class NgramReader:
         self._file, self._hashing, num_heads = file, hashing, len(hashing.sizes)
         ops = CpuOps(min(MOST_READERS, len(os.sched_getaffinity(0))))
         self.table: _csrc.NgramTable = ops.map_ngram_table(file, info, hashing)
-        self.mailbox = NgramMailbox.create(num_rows, num_heads, self.table.num_cols)
+        self.mailbox = NgramMailbox.create(num_rows, num_heads, self.table.num_cols, info.quant_type)
         self._runtime = ops.runtime
         self._server = _csrc.NgramServer(ops.runtime, *self.mailbox.arrays(), self.table)
 

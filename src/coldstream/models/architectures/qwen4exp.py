@@ -27,6 +27,7 @@ from coldstream.models.spec.layer_specs import (
     NgramSpec,
 )
 from coldstream.models.spec.layer_tensors import (
+    NGRAM_TABLE,
     Requirement,
     delta_net_projections,
     hybrid_block_tensors,
@@ -88,7 +89,10 @@ def _ngram(keys: Hyperparameters) -> NgramSpec:
         raise keys.error(UnsupportedError, "ple.conv_kernel", problem)
     end_token = keys.integer("ple.eos_token_id", 0, (1 << 31) - 2)
     hashing = NgramHash(multipliers, sizes, offsets, end_token, heads)
-    return NgramSpec(hashing, keys.integer("embedding_length_per_layer_input", 1, 1 << 16), num_taps)
+    columns = keys.integer("embedding_length_per_layer_input", 1, 1 << 16)
+    table = keys.tensors.get(NGRAM_TABLE)
+    row_bytes = 0 if table is None else table.num_bytes // table.shape[0]
+    return NgramSpec(hashing, columns, row_bytes, num_taps)
 
 
 def _numbers(keys: Hyperparameters, name: str, count: int, most: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from coldstream.models.spec.model_spec import ModelSpec
 MAX_GRAPHS: Final = 48
 GRAPH_BYTES: Final = MAX_GRAPHS * 4 * 2**20  # memory of the driver for captured graphs
 RESERVE_BYTES: Final = 256 * 2**20  # memory of the driver for loaded kernels
-_VALUE_BYTES: Final = 4
+_ID_BYTES: Final = 4
 HEAD_ROWS: Final = 64  # of one call of the head, whose logits fit into page-locked memory of the host
 
 
@@ -16,8 +16,8 @@ def ngram_bytes(spec: ModelSpec, most_rows: int) -> int:
     """RAM for n-grams: rows of the table that were used, and those of a step of so many rows on their way."""
     if spec.ngram is None:
         return 0
-    all_rows = spec.ngram.least_rows * spec.ngram.columns * _VALUE_BYTES
-    on_their_way = most_rows * (len(spec.ngram.hashing.sizes) + spec.ngram.width) * _VALUE_BYTES
+    all_rows = spec.ngram.least_rows * spec.ngram.row_bytes
+    on_their_way = most_rows * len(spec.ngram.hashing.sizes) * (_ID_BYTES + spec.ngram.row_bytes)
     return min(NGRAM_CACHE_BYTES, all_rows) + on_their_way
 
 

@@ -54,6 +54,7 @@ class NgramSpec:
 
     hashing: NgramHash
     columns: int  # of a row of the table
+    row_bytes: int  # of these in the file; 0 if that has no table
     num_taps: int  # of the convolution over rows, as many rows apart as the longest n-gram has tokens
 
     @property

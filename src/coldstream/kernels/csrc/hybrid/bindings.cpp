@@ -111,16 +111,15 @@ class BoundServer {
   ExpertServer server_;
 };
 
-using Rows2dOut = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Bytes2dOut = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 // The same for rows of a table of n-grams.
 class BoundNgramServer {
  public:
-  BoundNgramServer(Runtime& rt, Word request, Word done, Ids2d ids, Rows2dOut out,
+  BoundNgramServer(Runtime& rt, Word request, Word done, Ids2d ids, Bytes2dOut out,
                    std::shared_ptr<NgramTable> table)
       : arrays_{keep(request), keep(done), keep(ids), keep(out)},
-        server_(rt.pool(), quant_kernels_for(rt.active_tier()), make_mailbox(request, done, ids, out, *table),
-                table) {}
+        server_(rt.pool(), make_mailbox(request, done, ids, out, *table), table) {}
 
   void begin() { server_.begin(); }
   void end() { server_.end(); }
@@ -128,12 +127,12 @@ class BoundNgramServer {
 
  private:
   static NgramMailbox make_mailbox(const Word& request, const Word& done, const Ids2d& ids,
-                                   const Rows2dOut& out, const NgramTable& table) {
+                                   const Bytes2dOut& out, const NgramTable& table) {
     const size_t rows = ids.shape(0), heads = ids.shape(1);
     if (rows < 1 || rows > INT32_MAX || heads < 1 || out.shape(0) != rows ||
-        out.shape(1) != heads * static_cast<size_t>(table.num_cols)) {
+        out.shape(1) != heads * static_cast<size_t>(table.row_bytes)) {
       throw std::invalid_argument("a mailbox is ids [T, heads] and out [T, heads · " +
-                                  std::to_string(table.num_cols) + "]");
+                                  std::to_string(table.row_bytes) + "]");
     }
     return {request.data(),         done.data(), ids.data(), out.data(), static_cast<int>(rows),
             static_cast<int>(heads)};
@@ -148,12 +147,13 @@ class BoundNgramServer {
 static void bind_ngram_server(nb::module_& m) {
   nb::class_<BoundNgramServer>(m, "NgramServer",
                                "A thread that reads rows of a table when asked through words in memory.")
-      .def(nb::init<Runtime&, Word, Word, Ids2d, Rows2dOut, std::shared_ptr<NgramTable>>(), "runtime"_a,
-           nb::arg("request").noconvert(), nb::arg("done").noconvert(), nb::arg("ids").noconvert(),
-           nb::arg("out").noconvert(), "table"_a,
-           "Over int32 ids [T, heads], -1 for none, and float32 out [T, heads · columns], which are kept. A "
-           "client zeroes `done`, then stores its rows to `request`; `done` becomes 1. `runtime` has the "
-           "threads that read for a prompt.")
+      .def(
+          nb::init<Runtime&, Word, Word, Ids2d, Bytes2dOut, std::shared_ptr<NgramTable>>(), "runtime"_a,
+          nb::arg("request").noconvert(), nb::arg("done").noconvert(), nb::arg("ids").noconvert(),
+          nb::arg("out").noconvert(), "table"_a,
+          "Over int32 ids [T, heads], -1 for none, and uint8 out [T, heads · bytes of a row], which are kept. A "
+          "client zeroes `done`, then stores its rows to `request`; `done` becomes 1. `runtime` has the "
+          "threads that read for a prompt.")
       .def("begin", &BoundNgramServer::begin, "Looks for requests from now on.")
       .def("end", &BoundNgramServer::end, "Pauses: no request comes before the next `begin`.")
       .def("check", &BoundNgramServer::check,

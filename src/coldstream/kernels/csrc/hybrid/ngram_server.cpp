@@ -14,12 +14,10 @@ constexpr int64_t most_alone = 256;
 
 }  // namespace
 
-NgramServer::NgramServer(std::shared_ptr<ThreadPool> threads, const QuantKernels& kernels, NgramMailbox box,
+NgramServer::NgramServer(std::shared_ptr<ThreadPool> threads, NgramMailbox box,
                          std::shared_ptr<NgramTable> table)
-    : threads_(std::move(threads)), kernels_(kernels), box_(box), table_(std::move(table)) {
-  row_bytes_.resize(table_->row_bytes);
-  const int64_t width = box_.num_heads * table_->num_cols;
-  all_.push_back(make_ngram_rows(kernels_, table_, box_.ids, box_.num_heads, {box_.out, width}, true));
+    : threads_(std::move(threads)), box_(box), table_(std::move(table)) {
+  all_.push_back(make_ngram_bytes(table_, box_.ids, box_.num_heads, box_.out));
   std::atomic_ref(*box_.request).store(0, std::memory_order_relaxed);
   std::atomic_ref(*box_.done).store(1, std::memory_order_release);
   const auto is_asked = [request = box_.request] {
@@ -53,7 +51,7 @@ void NgramServer::read(int rows) {
   if (count > most_alone) return threads_->run(all_, rows);
   for (int64_t i = 0; i < count; i++) table_->will_need(box_.ids[i]);
   for (int64_t i = 0; i < count; i++) {
-    if (!read_ngram_row(kernels_, *table_, box_.ids[i], row_bytes_.data(), box_.out + i * table_->num_cols))
+    if (!read_ngram_bytes(*table_, box_.ids[i], box_.out + i * table_->row_bytes))
       throw std::invalid_argument("ngram: a row lies outside the table");
   }
 }

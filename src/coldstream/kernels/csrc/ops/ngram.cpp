@@ -10,6 +10,7 @@ namespace coldstream {
 namespace {
 
 constexpr int64_t task_columns = 1024;
+constexpr const char* outside_table = "ngram: a row lies outside the table";
 
 // Null, or what is wrong with the rows of one sequence.
 const char* rows_fault(const RowLayout& layout, int32_t first, int32_t end, int64_t num_states,
@@ -105,32 +106,20 @@ class NgramIdsOp : public Op {
 class NgramRowsOp : public Op {
  public:
   NgramRowsOp(const QuantKernels& kernels, std::shared_ptr<NgramTable> table, const int32_t* ids,
-              int64_t num_heads, OutputRows out, bool asks_first)
-      : kernels_(kernels),
-        table_(std::move(table)),
-        ids_(ids),
-        num_heads_(num_heads),
-        out_(out),
-        asks_first_(asks_first) {}
+              int64_t num_heads, OutputRows out)
+      : kernels_(kernels), table_(std::move(table)), ids_(ids), num_heads_(num_heads), out_(out) {}
   const char* name() const override { return "ngram_rows"; }
-  int num_stages() const override { return asks_first_ ? 2 : 1; }
   size_t scratch_bytes() const override { return static_cast<size_t>(table_->row_bytes); }
-  void run(int stage, int rows, Worker& w) override {
-    if (asks_first_ && stage == 0) {
-      for (int64_t row = w.take(); row < rows; row = w.take()) {
-        for (int64_t head = 0; head < num_heads_; head++) table_->will_need(ids_[row * num_heads_ + head]);
-      }
-      return;
-    }
+  void run(int, int rows, Worker& w) override {
     auto* row_bytes = reinterpret_cast<uint8_t*>(w.memory->data());
     for (int64_t i = w.take(); i < rows * num_heads_; i = w.take()) {
-      if (out_.data == nullptr) {
-        if (ids_[i] >= 0 && ids_[i] < table_->num_rows) table_->read(ids_[i], row_bytes);
+      float* out = out_.row(i / num_heads_) + i % num_heads_ * table_->num_cols;
+      if (ids_[i] == -1) {
+        std::fill_n(out, table_->num_cols, 0.0f);
         continue;
       }
-      float* out = out_.row(i / num_heads_) + i % num_heads_ * table_->num_cols;
-      if (!read_ngram_row(kernels_, *table_, ids_[i], row_bytes, out))
-        return w.fail("ngram: a row lies outside the table");
+      if (!read_ngram_bytes(*table_, ids_[i], row_bytes)) return w.fail(outside_table);
+      kernels_.dequantize_row(table_->type, row_bytes, table_->num_cols, out);
     }
   }
 
@@ -140,7 +129,35 @@ class NgramRowsOp : public Op {
   const int32_t* ids_;
   const int64_t num_heads_;
   const OutputRows out_;
-  const bool asks_first_;
+};
+
+class NgramBytesOp : public Op {
+ public:
+  NgramBytesOp(std::shared_ptr<NgramTable> table, const int32_t* ids, int64_t num_heads, uint8_t* out)
+      : table_(std::move(table)), ids_(ids), num_heads_(num_heads), out_(out) {}
+  const char* name() const override { return "ngram_bytes"; }
+  int num_stages() const override { return 2; }
+  size_t scratch_bytes() const override { return static_cast<size_t>(table_->row_bytes); }
+  void run(int stage, int rows, Worker& w) override {
+    if (stage == 0) {
+      for (int64_t row = w.take(); row < rows; row = w.take()) {
+        for (int64_t head = 0; head < num_heads_; head++) table_->will_need(ids_[row * num_heads_ + head]);
+      }
+      return;
+    }
+    auto* scratch = reinterpret_cast<uint8_t*>(w.memory->data());
+    for (int64_t i = w.take(); i < rows * num_heads_; i = w.take()) {
+      const bool exists =
+          read_ngram_bytes(*table_, ids_[i], out_ == nullptr ? scratch : out_ + i * table_->row_bytes);
+      if (!exists && out_ != nullptr) return w.fail(outside_table);
+    }
+  }
+
+ private:
+  const std::shared_ptr<NgramTable> table_;
+  const int32_t* ids_;
+  const int64_t num_heads_;
+  uint8_t* const out_;
 };
 
 class NgramGateOp : public Op {
@@ -294,21 +311,24 @@ std::unique_ptr<Op> make_ngram_ids(NgramIdsArguments arguments) {
   return std::make_unique<NgramIdsOp>(std::move(arguments));
 }
 
-bool read_ngram_row(const QuantKernels& kernels, NgramTable& table, int32_t id, uint8_t* row_bytes,
-                    float* out) {
+bool read_ngram_bytes(NgramTable& table, int32_t id, uint8_t* out) {
   if (id < -1 || id >= table.num_rows) return false;
   if (id < 0) {
-    std::fill_n(out, table.num_cols, 0.0f);
-    return true;
+    std::fill_n(out, table.row_bytes, uint8_t{0});
+  } else {
+    table.read(id, out);
   }
-  table.read(id, row_bytes);
-  kernels.dequantize_row(table.type, row_bytes, table.num_cols, out);
   return true;
 }
 
 std::unique_ptr<Op> make_ngram_rows(const QuantKernels& kernels, std::shared_ptr<NgramTable> table,
-                                    const int32_t* ids, int64_t num_heads, OutputRows out, bool asks_first) {
-  return std::make_unique<NgramRowsOp>(kernels, std::move(table), ids, num_heads, out, asks_first);
+                                    const int32_t* ids, int64_t num_heads, OutputRows out) {
+  return std::make_unique<NgramRowsOp>(kernels, std::move(table), ids, num_heads, out);
+}
+
+std::unique_ptr<Op> make_ngram_bytes(std::shared_ptr<NgramTable> table, const int32_t* ids, int64_t num_heads,
+                                     uint8_t* out) {
+  return std::make_unique<NgramBytesOp>(std::move(table), ids, num_heads, out);
 }
 
 std::unique_ptr<Op> make_ngram_gate(const FloatKernels& kernels, InputRows key, InputRows query,

@@ -32,15 +32,15 @@ struct NgramIdsArguments {
   int32_t* out;                       // [T, heads], contiguous
 };
 std::unique_ptr<Op> make_ngram_ids(NgramIdsArguments arguments);
-// A row of the table as floats, zeros for row −1. False for one that does not exist. row_bytes: scratch for
-// one.
-bool read_ngram_row(const QuantKernels& kernels, NgramTable& table, int32_t id, uint8_t* row_bytes,
-                    float* out);
-// out [T, heads · columns], or null: rows are only brought into memory. asks_first: whether nobody has asked
-// for them before.
+// A row of the table as floats, out [T, heads · columns]; zeros for row −1.
 std::unique_ptr<Op> make_ngram_rows(const QuantKernels& kernels, std::shared_ptr<NgramTable> table,
-                                    const int32_t* ids, int64_t num_heads, OutputRows out,
-                                    bool asks_first = false);
+                                    const int32_t* ids, int64_t num_heads, OutputRows out);
+// The bytes of a row of the table, zeros for row −1. False for one that does not exist.
+bool read_ngram_bytes(NgramTable& table, int32_t id, uint8_t* out);
+// The same of all rows, out [T, heads · row_bytes], which nobody has asked for before. Null: they are only
+// brought into memory, and those that do not exist are left out.
+std::unique_ptr<Op> make_ngram_bytes(std::shared_ptr<NgramTable> table, const int32_t* ids, int64_t num_heads,
+                                     uint8_t* out);
 // key, query and out [T, C · size], value [T, size]
 std::unique_ptr<Op> make_ngram_gate(const FloatKernels& kernels, InputRows key, InputRows query,
                                     InputRows value, OutputRows out, int64_t num_streams, int64_t size);

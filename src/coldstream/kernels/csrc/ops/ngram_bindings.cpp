@@ -75,10 +75,7 @@ void ngram_rows(Runtime& rt, Table table, const Ids2d& row_ids, const Array2d& o
 void ngram_read_ahead(Runtime& rt, Table table, const Ids2d& row_ids) {
   const int64_t rows = size_of(row_ids, 0), heads = size_of(row_ids, 1);
   check_contiguous(row_ids, "ids", {rows, heads});
-  submit_with(rt,
-              make_ngram_rows(quant_kernels_for(rt.active_tier()), std::move(table), row_ids.data(), heads,
-                              {nullptr, 0}, true),
-              rows, row_ids);
+  submit_with(rt, make_ngram_bytes(std::move(table), row_ids.data(), heads, nullptr), rows, row_ids);
 }
 
 void ngram_gate(Runtime& rt, const Array2d& key, const Array2d& query, const Array2d& value,
@@ -167,6 +164,7 @@ void bind_ngram(nb::module_& m) {
           "The table at byte `offset` of the open descriptor `fd`, which may be closed afterwards. Raises "
           "OSError.")
       .def_prop_ro("num_cols", [](const NgramTable& table) { return table.num_cols; })
+      .def_prop_ro("row_bytes", [](const NgramTable& table) { return table.row_bytes; })
       .def_prop_ro("cache_bytes", &NgramTable::cache_bytes, "Memory of the rows that are kept.")
       .def_prop_ro("hits", &NgramTable::hits)
       .def_prop_ro("misses", &NgramTable::misses, "Rows that were read from the file.")
