@@ -6,6 +6,9 @@ A profiler (CUPTI, through PyTorch) records every kernel of some steps after a p
 the speed is measured without it (gpu.py). A kernel's kind is its name without template arguments. A gap is
 the time from the end of a kernel to the start of the next in the same step, below 0 where they overlap; the
 gap between two steps, in which the logits travel to the host, is counted apart.
+
+Launches of a kind with the same grid are a shape. A launch begins before the one before it ends, so that its
+duration says little. What it adds to the step is the time from the end of all launches before to its own.
 """
 
 import argparse
@@ -43,6 +46,7 @@ class Launch:
     name: str
     start: float
     duration: float
+    grid: tuple[int, ...] = ()  # of a kernel
 
     @property
     def end(self) -> float:
@@ -59,7 +63,7 @@ def read_trace(path: Path) -> list[Launch]:
     """The device's work in order of start, from a trace that PyTorch's profiler exported."""
     events = json.loads(path.read_text())["traceEvents"]
     launches = [
-        Launch(event["name"], event["ts"], event["dur"])
+        Launch(event["name"], event["ts"], event["dur"], tuple(event.get("args", {}).get("grid", ())))
         for event in events
         if event.get("cat") in ("kernel", *OTHER_EVENTS)
     ]
@@ -74,6 +78,31 @@ def split_steps(launches: Sequence[Launch], num_steps: int) -> list[list[Launch]
     if rest or not length or any(counts != kinds[0] for counts in kinds):
         raise RuntimeError(f"{len(launches)} launches in {num_steps} steps: the steps are not alike")
     return steps
+
+
+def shapes_of(steps: Sequence[Sequence[Launch]]) -> list[dict[str, Any]]:
+    """Launches by kind and grid, those first that add most to a step; times are medians of a launch."""
+    durations: dict[tuple[str, tuple[int, ...]], list[float]] = defaultdict(list)
+    added: dict[tuple[str, tuple[int, ...]], list[float]] = defaultdict(list)
+    for step in steps:
+        end = step[0].start
+        for launch in step:
+            key = launch.kind, launch.grid
+            durations[key].append(launch.duration)
+            added[key].append(max(0.0, launch.end - end))
+            end = max(end, launch.end)
+    shapes = [
+        {
+            "kind": kind,
+            "grid": list(grid),
+            "launches": len(values) // len(steps),
+            "us": statistics.median(durations[kind, grid]),
+            "adds_us": statistics.median(values),
+            "step_us": sum(values) / len(steps),
+        }
+        for (kind, grid), values in added.items()
+    ]
+    return sorted(shapes, key=lambda shape: -float(shape["step_us"]))
 
 
 def summarise(steps: Sequence[Sequence[Launch]], num_layers: int) -> dict[str, Any]:
@@ -113,6 +142,7 @@ def summarise(steps: Sequence[Sequence[Launch]], num_layers: int) -> dict[str, A
             after[0].start - before[-1].end for before, after in pairwise(steps)
         ),
         "kinds": sorted(kinds, key=lambda kind: -float(str(kind["us"]))),
+        "shapes": shapes_of(steps),
         "largest_gaps": sorted(per_pair, key=lambda gap: -float(str(gap["us"])))[:NUM_GAPS],
     }
 
@@ -166,6 +196,11 @@ def table(result: dict[str, Any]) -> str:
     for kind in result["kinds"]:
         share = kind["us"] / result["step_us"]
         lines.append(f"{kind['kind']:40} {kind['launches']:8} {kind['us']:8.1f} {share:6.1%}")
+    lines.append(f"{'shape':40} {'launches':>8} {'µs':>8} {'adds':>6} {'a step':>8}")
+    for shape in result["shapes"]:
+        name = f"{shape['kind']} {'×'.join(map(str, shape['grid']))}"
+        times = f"{shape['us']:8.1f} {shape['adds_us']:6.1f} {shape['step_us']:8.1f}"
+        lines.append(f"{name:40} {shape['launches']:8} {times}")
     lines.append(
         f"{result['launches_per_step']} launches, {result['launches_per_layer']:.1f} a layer; step "
         f"{result['step_us']:.0f} µs, kernels {result['busy_us']:.0f} µs, then "

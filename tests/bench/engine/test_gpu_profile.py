@@ -47,6 +47,17 @@ def test_kinds_gaps_and_sums() -> None:
     assert largest[0]["us"] == pytest.approx(2 * (2 + 1 + 2) / 3)
 
 
+def test_launches_that_overlap_add_what_they_take_longer() -> None:
+    by_kind = {shape["kind"]: shape for shape in summarise([step(0), step(100)], num_layers=2)["shapes"]}
+    product, attention, copy = by_kind.values()
+    assert (product["launches"], product["us"], product["step_us"]) == (4, 4, 4 + 6 + 7 + 6)
+    assert (attention["us"], attention["adds_us"]) == (8, 7)
+    assert (copy["adds_us"], copy["grid"]) == (8, [])
+    wide = Launch("attention", 0, 3, (2, 1, 1))
+    shapes = summarise([[wide, Launch("attention", 3, 9)]] * 2, 1)["shapes"]
+    assert [shape["grid"] for shape in shapes] == [[], [2, 1, 1]]
+
+
 def test_steps_must_be_alike() -> None:
     one, other = step(0), step(100)
     with pytest.raises(RuntimeError, match="13 launches in 2 steps"):
@@ -59,14 +70,20 @@ def test_steps_must_be_alike() -> None:
 
 def test_a_trace_is_read_in_order_of_time(tmp_path: Path) -> None:
     events = [
-        {"cat": "kernel", "name": "second", "ts": 5, "dur": 2},
+        {
+            "cat": "kernel",
+            "name": "second",
+            "ts": 5,
+            "dur": 2,
+            "args": {"grid": [7, 2, 1], "block": [32, 1, 1]},
+        },
         {"cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 0, "dur": 9},
         {"cat": "gpu_memcpy", "name": "first", "ts": 1, "dur": 1},
         {"name": "process_name", "ph": "M"},
     ]
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
-    assert read_trace(path) == [Launch("first", 1, 1), Launch("second", 5, 2)]
+    assert read_trace(path) == [Launch("first", 1, 1), Launch("second", 5, 2, (7, 2, 1))]
 
 
 def test_the_pages_table_is_made_of_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
