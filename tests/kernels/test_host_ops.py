@@ -16,6 +16,7 @@ from coldstream.kernels.experts.reference import routed_experts
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.linear.cuda import fits_skinny
 from coldstream.kernels.linear.integer_types import INTEGER_TYPES
+from coldstream.kernels.linear.records import BiasedOutput
 from coldstream.kernels.linear.reference import linear_exact
 from coldstream.kernels.linear.skinny_layouts import MAX_LARGE_FLOAT_ROWS, MIN_TILED_FLOAT_ROWS
 from coldstream.kernels.ops import ExpertOutputs, ExpertWeights, RouterWeights, Routing
@@ -65,11 +66,13 @@ class OwnExecutor(ResidentExecutor):
 
 
 @pytest.mark.parametrize("tokens", [1, MAX_NORMED_ROWS, MAX_NORMED_ROWS + 1])
-@pytest.mark.parametrize("is_own", [False, True], ids=["ours", "own"])
-def test_a_norm_for_a_router_is_a_norm(tokens: int, is_own: bool) -> None:
+@pytest.mark.parametrize(("is_own", "has_bias"), [(False, False), (True, False), (False, True), (True, True)])
+def test_a_norm_for_a_router_is_a_norm(tokens: int, is_own: bool, has_bias: bool) -> None:
     """Whoever computes it: all that is read afterwards has the bits of a norm by itself."""
     router, gate = (random_weight(QuantType.F32, (rows, HIDDEN), rows) for rows in (20, 1))
     x, update, weight = activations(1, tokens, HIDDEN), activations(2, tokens, HIDDEN), torch.rand(HIDDEN)
+    if has_bias:
+        update = BiasedOutput(update, activations(3, 1, HIDDEN)[0])
     found = []
     for for_router in (False, True):
         ops = host_ops()
@@ -84,6 +87,9 @@ def test_a_norm_for_a_router_is_a_norm(tokens: int, is_own: bool) -> None:
         )
         codes = vars(normed.quantised).values()
         found.append((total, normed.values, *codes, routing.ids, routing.weights, routing.shared_gate))
+    expected = ReferenceOps(exact=True).add_norm(x, update, weight, 1e-6)
+    assert_same(found[0][0], expected[0])
+    assert_same(found[0][1], expected[1])
     for apart, together in zip(*found, strict=True):
         assert_same(together, apart)
 

@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Protocol
 
 from coldstream.gguf.reader import GGUFFile, TensorInfo
+from coldstream.kernels.linear.records import BiasedOutput
 from coldstream.kernels.ops import (
     BLOCK_POSITIONS,
     SWIGLU,
@@ -120,12 +121,14 @@ class ComposedOps(ABC):
     def add_norm(
         self,
         x: Array,
-        update: Array | ExpertOutputs,
+        update: Array | ExpertOutputs | BiasedOutput,
         weight: Array,
         eps: float,
         *,
         for_router: bool = False,
     ) -> tuple[Array, Array]:
+        if isinstance(update, BiasedOutput):
+            update = self.add_bias(update.values, update.bias)
         x = self.add(x, self._combined(update))
         return x, self.rms_norm(x, weight, eps)
 

@@ -50,6 +50,7 @@ from coldstream.kernels.gated_delta_net.cuda import (
 from coldstream.kernels.hyper_connections.cuda import inject_norm_cuda, mix_streams_cuda, scaled_silu_cuda
 from coldstream.kernels.indexer.records import ChosenBlocks, IndexerHeads, IndexerInputs
 from coldstream.kernels.linear.add_bias import add_bias_cuda
+from coldstream.kernels.linear.records import BiasedOutput
 from coldstream.kernels.ngram.cuda_ops import CudaNgrams
 from coldstream.kernels.ops import (
     AttentionHeads,
@@ -159,7 +160,7 @@ class CudaOps(CudaNgrams):
     def add_norm(
         self,
         x: DeviceArray,
-        update: DeviceArray | ExpertOutputs,
+        update: DeviceArray | ExpertOutputs | BiasedOutput,
         weight: DeviceArray,
         eps: float,
         *,
@@ -169,7 +170,9 @@ class CudaOps(CudaNgrams):
         is_small = x.shape[0] <= MAX_NORMED_ROWS and NormBefore.is_supported(*x.shape)
         if for_router and is_small and not isinstance(update, ExpertOutputs):
             # It keeps x and the update alive: the router's launch reads them while it writes its results.
-            return total, replace(out, before=NormBefore(x, update, total, weight, eps, out.quantised))
+            added, bias = (update.values, update.bias) if isinstance(update, BiasedOutput) else (update, None)
+            before = NormBefore(x, added, total, weight, eps, out.quantised, bias)
+            return total, replace(out, before=before)
         self.launch(add_rms_norm_cuda, x, update, total, weight, eps, out.values, out.quantised)
         return total, out
 
@@ -321,7 +324,7 @@ class CudaOps(CudaNgrams):
             self.launch(
                 add_rms_norm_cuda,
                 norm.x,
-                norm.update,
+                norm.update if norm.bias is None else BiasedOutput(norm.update, norm.bias),
                 norm.total,
                 norm.weight,
                 norm.eps,

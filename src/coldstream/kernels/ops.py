@@ -22,6 +22,7 @@ import numpy as np
 
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.indexer.records import ChosenBlocks, IndexerHeads, IndexerInputs
+from coldstream.kernels.linear.records import BiasedOutput
 
 Array = Any  # see the module docstring
 Weight = Any  # result of `load_weight` of the same Ops, opaque to others
@@ -448,7 +449,7 @@ class Ops(Protocol):
     def add_norm(
         self,
         x: Array,
-        update: Array | ExpertOutputs,
+        update: Array | ExpertOutputs | BiasedOutput,
         weight: Array,
         eps: float,
         *,

@@ -6,7 +6,17 @@ It is in two parts: behind the projections nothing needs the hidden states, whos
 from dataclasses import dataclass, replace
 
 from coldstream.kernels.indexer.records import IndexerHeads, IndexerInputs
-from coldstream.kernels.ops import Array, AttentionHeads, AttentionInputs, Caches, Ops, RopeSpec, Rows, Weight
+from coldstream.kernels.linear.records import BiasedOutput
+from coldstream.kernels.ops import (
+    Array,
+    AttentionHeads,
+    AttentionInputs,
+    Caches,
+    Ops,
+    RopeSpec,
+    Rows,
+    Weight,
+)
 
 
 @dataclass(frozen=True)
@@ -53,11 +63,11 @@ def project_attention(
 
 def attention(
     ops: Ops, inputs: AttentionInputs, weights: AttentionWeights, caches: Caches, rows: Rows
-) -> Array:
+) -> Array | BiasedOutput:
     """→ [T, E]. Writes the caches at `rows`; see `Ops.attention` and `Ops.choose_blocks`."""
     if weights.indexer is not None and inputs.indexer is not None:
         chosen = ops.choose_blocks(inputs.indexer, weights.indexer.heads, caches.index, rows)
         inputs = replace(inputs, indexer=None, chosen=chosen)
     mixed = ops.attention(inputs, weights.heads, caches, rows)
     (output,) = ops.linear(mixed, (weights.attn_output,))
-    return output if weights.output_bias is None else ops.add_bias(output, weights.output_bias)
+    return output if weights.output_bias is None else BiasedOutput(output, weights.output_bias)

@@ -1,5 +1,6 @@
 """What blocks read and add to: one residual stream with norms, or several with mixtures of them."""
 
+from coldstream.kernels.linear.records import BiasedOutput
 from coldstream.kernels.ops import Array, ExpertOutputs, Ops, PostNorms
 from coldstream.layers.hyper_connections import (
     EnteringStreams,
@@ -26,7 +27,7 @@ def enter(ops: Ops, x: Entering, norm: Norm, eps: float) -> tuple[Residual, Arra
 def update(
     ops: Ops,
     residual: Residual,
-    output: Array | ExpertOutputs,
+    output: Array | ExpertOutputs | BiasedOutput,
     norm: Norm,
     eps: float,
     *,
@@ -39,6 +40,9 @@ def update(
     post: norms of the output, for one residual stream. for_router: as in `Ops.add_norm`. ngrams: of the step,
     for a norm that has some before it.
     """
+    is_plain = post is None and not isinstance(norm, NgramMixture | HyperConnectionWeights)
+    if isinstance(output, BiasedOutput) and not is_plain:
+        output = ops.add_bias(output.values, output.bias)
     if post is not None:
         return ops.add_post_norm(residual, output, post, norm, eps)
     if isinstance(norm, NgramMixture):

@@ -14,6 +14,7 @@ from typing import Self
 
 from coldstream.errors import InvalidRequestError
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.linear.records import BiasedOutput
 from coldstream.kernels.ops import (
     Array,
     AttentionInputs,
@@ -192,7 +193,7 @@ class CausalLM:
 
     def mix(
         self, block: Block, inputs: AttentionInputs | DeltaNetInputs, state: LayerState, rows: Rows
-    ) -> Array:
+    ) -> Array | BiasedOutput:
         """The mixer of a block on what `project` returned for `rows`: [T, E]. Advances `state`."""
         if isinstance(inputs, AttentionInputs):
             assert isinstance(block.mixer, AttentionWeights)

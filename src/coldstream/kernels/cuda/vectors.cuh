@@ -29,6 +29,12 @@ __device__ __forceinline__ void store_four(float* row, int begin, int n, float4 
   if (begin + 3 < n) row[begin + 3] = v.w;
 }
 
+// Prefetches a row of floats into the second-level cache by the whole block.
+__device__ __forceinline__ void bring_row_near(const float* row, int n) {
+  constexpr int per_line = 128 / sizeof(float);
+  for (int i = threadIdx.x * per_line; i < n; i += blockDim.x * per_line) bring_near(row + i);
+}
+
 // A lane's eight of a group of 256 columns.
 struct Eight {
   float4 low, high;

@@ -9,10 +9,12 @@ from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import Argument, CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.experts.wait_answer import Answer
+from coldstream.kernels.linear.records import BiasedOutput
 from coldstream.kernels.ops import ExpertOutputs, PostNorms
 
 # Keyed by whether all rows are aligned.
 NORM, ADD = "rms_norm_rows<{}>", "add_rms_norm_rows<{}>"
+ADD_BIASED = "add_rms_norm_rows<{}, true>"
 PAIR = "rms_norm_pair_rows"  # of aligned rows only
 COMBINE = "combine_rms_norm_rows<{}, {}>"
 COMBINE_BIASED = "combine_rms_norm_rows<{}, no_shared, true>"
@@ -30,6 +32,7 @@ PROGRAM = CudaProgram(
             for kernel in (
                 NORM,
                 ADD,
+                ADD_BIASED,
                 *(COMBINE.format("{}", kind) for kind in SHARED_KINDS),
                 COMBINE_BIASED,
                 ADD_POST,
@@ -99,7 +102,7 @@ def rms_norm_pair_cuda(
 
 def add_rms_norm_cuda(
     x: DeviceArray,
-    update: DeviceArray | ExpertOutputs,
+    update: DeviceArray | ExpertOutputs | BiasedOutput,
     total: DeviceArray,
     weight: DeviceArray,
     eps: float,
@@ -108,12 +111,21 @@ def add_rms_norm_cuda(
 ) -> None:
     """Writes x + update into `total`, which may be x, and its norm as `rms_norm_cuda` does.
 
-    x, total and a plain update are contiguous float32 [T, E]. Experts are summed as by `combine_experts`,
-    with rows of host memory that the CPU has computed; the layer's times go to their `stamps`.
+    x, total and a plain update are contiguous float32 [T, E]. A bias [E] is added to that first. Experts are
+    summed as by `combine_experts`, with rows of host memory that the CPU has computed; the layer's times go
+    to their `stamps`.
     """
+    tensors: tuple[DeviceArray, ...]
     if not isinstance(update, ExpertOutputs):
-        args: list[Argument] = [x, update, total]
-        _launch(ADD, args, (x, update, total), x.shape[1], weight, eps, out, quantized)
+        if isinstance(update, BiasedOutput):
+            if update.bias.numel() != x.shape[1]:
+                raise ValueError(f"a bias of {update.bias.numel()} values for rows {tuple(x.shape)}")
+            kernel, tensors = ADD_BIASED, (x, update.values, total, update.bias)
+            args: list[Argument] = [*tensors]
+        else:
+            kernel, tensors = ADD, (x, update, total)
+            args = [*tensors, None]
+        _launch(kernel, args, tensors, x.shape[1], weight, eps, out, quantized)
         return
     if update.routed.shape[::2] != x.shape:
         raise ValueError(f"outputs of experts {tuple(update.routed.shape)} for rows {tuple(x.shape)}")

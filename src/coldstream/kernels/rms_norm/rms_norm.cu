@@ -71,18 +71,23 @@ __global__ void __launch_bounds__(max_threads)
   norm_of<true>((is_second ? y : x) + int64_t(blockIdx.x / 2) * norm.cols, norm, out);
 }
 
-// The same of x + update, which is also written: `sum` may be x.
-template <bool aligned>
+// The same of x + update, which is also written: `sum` may be x. With a bias, that is added to the update
+// first.
+template <bool aligned, bool has_bias = false>
 __global__ void __launch_bounds__(max_threads)
-    add_rms_norm_rows(const float* x, const float* update, float* sum, Norm norm, NormOutputs out) {
+    add_rms_norm_rows(const float* x, const float* update, float* sum, const float* bias, Norm norm,
+                      NormOutputs out) {
   const Eight first_weights = load_eight<aligned>(norm.weight, threadIdx.x / warp_size, norm.cols);
+  if constexpr (has_bias) bring_row_near(bias, norm.cols);
   wait_for_previous_grid();
   release_next_grid();
   const int64_t begin = int64_t(blockIdx.x) * norm.cols;
   for (int i = 4 * threadIdx.x; i < norm.padded; i += 4 * blockDim.x) {
     float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
     if (i < norm.cols) {
-      v = load_four<aligned>(x + begin, i, norm.cols) + load_four<aligned>(update + begin, i, norm.cols);
+      float4 added = load_four<aligned>(update + begin, i, norm.cols);
+      if constexpr (has_bias) added = added + load_four<aligned>(bias, i, norm.cols);
+      v = load_four<aligned>(x + begin, i, norm.cols) + added;
       store_four<aligned>(sum + begin, i, norm.cols, v);
     }
     dynamic_shared[i / 4] = v;

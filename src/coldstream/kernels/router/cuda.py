@@ -4,7 +4,7 @@ import ctypes
 from dataclasses import dataclass
 from pathlib import Path
 
-from coldstream.kernels.arithmetic.quantised import GROUP_SIZE, QuantActivations
+from coldstream.kernels.arithmetic.quantised import QuantActivations, padded_cols
 from coldstream.kernels.cuda.array import DeviceArray, check_array
 from coldstream.kernels.cuda.limits import device_limits, overlaps, shared_per_block
 from coldstream.kernels.cuda.program import CudaProgram
@@ -105,8 +105,9 @@ class NormBefore:
     """The norm of a sum that a router's launch computes first: `add_rms_norm_cuda` for the router's x.
 
     x, update: float32 [T, E]; total [T, E] is none of them. weight: float32 [E]. quantised: the norm's codes,
-    which are written beside the router's x. is_unweighted: the router, which has a rule, multiplies the norm
-    without its weights; the norm with them is written all the same.
+    which are written beside the router's x. bias: float32 [E], added to update first. is_unweighted: the
+    router, which has a rule, multiplies the norm without its weights; the norm with them is written all the
+    same.
     """
 
     x: DeviceArray
@@ -115,30 +116,35 @@ class NormBefore:
     weight: DeviceArray
     eps: float
     quantised: QuantActivations
+    bias: DeviceArray | None = None
     is_unweighted: bool = False
 
     @staticmethod
     def is_supported(num_tokens: int, cols: int) -> bool:
-        """Whether rows of `cols` values stay in shared memory as a whole."""
-        if not 0 < num_tokens <= MAX_TOKENS or cols % GROUP_SIZE:
+        """Whether rows of `cols` values stay in shared memory as a whole, and can be read four at a time."""
+        if not 0 < num_tokens <= MAX_TOKENS or cols % 4:
             return False
-        return bool(_share_out(num_tokens, cols)[0].chunk >= cols)
+        padded = padded_cols(cols)
+        return bool(_share_out(num_tokens, padded)[0].chunk >= padded)
 
     def argument(self, out: DeviceArray) -> _Norming:
         """For the kernel, with the router's x as `out`. ValueError for tensors that it cannot take."""
-        shape, tensors = self.x.shape, (self.x, self.update, self.total, self.weight, out)
-        rows = tensors[:3] + tensors[4:]
-        if any(each.shape != shape for each in rows) or self.weight.numel() != shape[1]:
-            raise ValueError(f"a norm of rows {tuple(shape)} by {self.weight.numel()} weights")
-        is_whole = all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in tensors)
-        if not is_whole or not self.is_supported(*shape) or tuple(self.quantised.q.shape) != tuple(shape):
+        shape, rows = self.x.shape, (self.x, self.update, self.total, out)
+        vectors = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        if any(each.shape != shape for each in rows) or any(v.numel() != shape[1] for v in vectors):
+            raise ValueError(f"a norm of rows {tuple(shape)} by {[v.numel() for v in vectors]} weights")
+        is_whole = all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in (*rows, *vectors))
+        padded = padded_cols(shape[1])
+        has_codes = tuple(self.quantised.q.shape) == (shape[0], padded)
+        if not is_whole or not self.is_supported(*shape) or not has_codes:
             raise ValueError(f"rows {tuple(shape)} are not normed in a router's launch")
         q, scales, sums = self.quantised.q, self.quantised.scales, self.quantised.sums
         return _Norming(
             x=self.x.data_ptr(),
             update=self.update.data_ptr(),
+            bias=_address(self.bias),
             sum=self.total.data_ptr(),
-            norm=Norm(weight=self.weight.data_ptr(), cols=shape[1], padded=shape[1], eps=self.eps),
+            norm=Norm(weight=self.weight.data_ptr(), cols=shape[1], padded=padded, eps=self.eps),
             out=NormOutputs(y=out.data_ptr(), q=q.data_ptr(), scales=scales.data_ptr(), sums=sums.data_ptr()),
             is_unweighted=self.is_unweighted,
         )
@@ -228,7 +234,7 @@ def router_gemv_cuda(
     aligned = _is_aligned(x, weight, shared_weight, None if beside is None else beside.weight)
     if norm is not None and not aligned:
         raise ValueError("a router with a norm before it needs weights that are aligned to 16 bytes")
-    shares, shared_bytes = _share_out(num_tokens, cols)
+    shares, shared_bytes = _share_out(num_tokens, cols if norm is None else padded_cols(cols))
     num_routers = 1 if beside is None else 2
     scratch_bytes = _scratch_bytes(num_routers * num_tokens, per_lane)
     instance = (
@@ -320,14 +326,19 @@ def _experts_per_lane(num_experts: int, topk_ids: DeviceArray, topk_weights: Dev
 
 def _share_out(num_tokens: int, cols: int) -> tuple[_Shares, int]:
     """The share of a block, and its shared memory in bytes."""
-    # A warp takes one token and two rows.
-    weight_rows = min(MAX_WEIGHT_ROWS_PER_BLOCK, NUM_WARPS // num_tokens * 2)
-    num_rows = weight_rows + num_tokens
     available = min(MOST_SHARED_BYTES, shared_per_block(MOST_SHARED_BYTES + STATIC_BYTES) - STATIC_BYTES)
-    most = (available // 4 - weight_rows * ROW_PADDING) // num_rows
-    chunk = min(most // COLUMN_MULTIPLE, -(-cols // COLUMN_MULTIPLE)) * COLUMN_MULTIPLE
+    whole = -(-cols // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+
+    def columns(weight_rows: int) -> int:
+        most = (available // 4 - weight_rows * ROW_PADDING) // (weight_rows + num_tokens)
+        return min(most // COLUMN_MULTIPLE * COLUMN_MULTIPLE, whole)
+
+    # A warp takes one token and two rows. Fewer rows that stay whole load all their weights early.
+    most_rows = min(MAX_WEIGHT_ROWS_PER_BLOCK, NUM_WARPS // num_tokens * 2)
+    weight_rows = next((rows for rows in range(most_rows, 0, -2) if columns(rows) == whole), most_rows)
+    chunk = columns(weight_rows)
     return _Shares(num_tokens=num_tokens, num_rows=weight_rows, chunk=chunk), 4 * (
-        num_rows * chunk + weight_rows * ROW_PADDING
+        (weight_rows + num_tokens) * chunk + weight_rows * ROW_PADDING
     )
 
 

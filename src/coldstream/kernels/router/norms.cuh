@@ -12,8 +12,9 @@ constexpr int max_normed_tokens = 8;
 struct Norming {
   const float* x;       // [tokens, cols]
   const float* update;  // [tokens, cols]
+  const float* bias;    // [cols], which is added to the update first; null: none
   float* sum;           // [tokens, cols], neither of the two
-  Norm norm;            // cols are a multiple of 256
+  Norm norm;            // cols are a multiple of 4
   NormOutputs out;
   int is_unweighted;  // the router's x is the norm without its weights; read for routers with a rule
 };
@@ -25,8 +26,8 @@ __device__ __forceinline__ int first_group(const Norm& norm) {
 
 __device__ __forceinline__ bool writes_token(int t) { return int(blockIdx.x) == t % int(gridDim.x); }
 
-// Writes the norms of all tokens to `rows` in shared memory, `stride` floats apart, by the whole block of
-// `threads`. first_weights: those of `first_group`, loaded before any wait.
+// Writes the norms of all tokens to `rows` in shared memory, `stride` floats apart and padded with zeros, by
+// the whole block of `threads`. first_weights: those of `first_group`, loaded before any wait.
 template <int threads, bool has_rule>
 __device__ __forceinline__ void stage_norms(const Norming& from, int num_tokens, float* rows, int stride,
                                             Eight first_weights) {
@@ -39,11 +40,15 @@ __device__ __forceinline__ void stage_norms(const Norming& from, int num_tokens,
   for (int t = 0; t < num_tokens; t++) {
     const int64_t begin = int64_t(t) * norm.cols;
 #pragma unroll 1
-    for (int i = 4 * threadIdx.x; i < norm.cols; i += 4 * threads) {
-      const float4 v =
-          load_four<true>(from.x + begin, i, norm.cols) + load_four<true>(from.update + begin, i, norm.cols);
-      store_four<true>(rows + t * stride, i, norm.cols, v);
-      if (writes_token(t)) store_four<true>(from.sum + begin, i, norm.cols, v);
+    for (int i = 4 * threadIdx.x; i < norm.padded; i += 4 * threads) {
+      float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
+      if (i < norm.cols) {
+        float4 added = load_four<true>(from.update + begin, i, norm.cols);
+        if (from.bias) added = added + load_four<true>(from.bias, i, norm.cols);
+        v = load_four<true>(from.x + begin, i, norm.cols) + added;
+        if (writes_token(t)) store_four<true>(from.sum + begin, i, norm.cols, v);
+      }
+      store_four<true>(rows + t * stride, i, norm.padded, v);
     }
   }
   __syncthreads();
@@ -57,7 +62,7 @@ __device__ __forceinline__ void stage_norms(const Norming& from, int num_tokens,
     const int t = i / num_groups, group = i - t * num_groups;
     float* row = rows + t * stride;
     const Eight w = i == warp ? first_weights : load_eight<true>(norm.weight, group, norm.cols);
-    const Eight x = load_eight<true>(row, group, norm.cols);
+    const Eight x = load_eight<true>(row, group, norm.padded);
     const float scale = scales[t];
     float y[8];
     if (has_rule && from.is_unweighted) {

@@ -113,8 +113,10 @@ __device__ __forceinline__ float multiply(const float* x, int x_stride, const No
   float* shared_x = shared_weights + shares.num_rows * (chunk + row_padding);
   float p = 0.0f;
   Eight norm_weights;
-  if constexpr (norms)
+  if constexpr (norms) {
     norm_weights = load_eight<true>(norming.norm.weight, first_group(norming.norm), weights.cols);
+    if (norming.bias) bring_row_near(norming.bias, weights.cols);
+  }
 #pragma unroll 1
   for (int begin = 0; begin < weights.cols; begin += chunk) {
     const int left = (weights.cols - begin + column_multiple - 1) / column_multiple * column_multiple;
