@@ -123,7 +123,10 @@ class Metadata(Mapping[str, Value]):
         value: object = self.get(key, default)
         if isinstance(value, kind) and type(value) is kind:  # a bool is an int to isinstance alone
             return value
-        raise self.error(InconsistentError, key, f"{self._kind_name(value)}, expected {_KINDS[kind]}")
+        problem = f"{self._kind_name(value)}, expected {_KINDS[kind]}"
+        if value is None:
+            problem += ": the file is incomplete, convert or download it again"
+        raise self.error(InconsistentError, key, problem)
 
     @staticmethod
     def _kind_name(value: object) -> str:

@@ -132,7 +132,12 @@ class Tokenizer:
             return cls(vocabulary, read_merges(metadata, vocabulary), _OF_LINES)
         pre = metadata.get("tokenizer.ggml.pre")
         if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
-            raise UnsupportedError(f"tokenizer.ggml.pre: {pre!r} is not one of {', '.join(PRE_TOKENIZERS)}")
+            known = ", ".join(PRE_TOKENIZERS)
+            what = "missing" if pre is None else repr(pre)
+            raise UnsupportedError(
+                f"tokenizer.ggml.pre: {what}, known: {known}; by another one text would be split wrongly: "
+                "convert the model again with a current converter, or choose another model"
+            )
         return cls(vocabulary, read_merges(metadata, vocabulary), PRE_TOKENIZERS[pre])
 
     @property

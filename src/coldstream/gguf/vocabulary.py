@@ -105,7 +105,9 @@ class Vocabulary:
         model = _require(metadata, "tokenizer.ggml.model", str)
         if model not in SUPPORTED_MODELS:
             known = ", ".join(SUPPORTED_MODELS)
-            raise UnsupportedError(f"tokenizer.ggml.model: {model!r} is not one of {known}")
+            raise UnsupportedError(
+                f"tokenizer.ggml.model: {model!r}, known: {known}; choose a model with one of these"
+            )
         tokens = _read_tokens(metadata)
         token_ids = {token: index for index, token in enumerate(tokens)}
         if len(token_ids) != len(tokens):
@@ -265,7 +267,7 @@ def _optional(metadata: Mapping[str, Any], field: str, kind: type[T]) -> T | Non
 def _require(metadata: Mapping[str, Any], field: str, kind: type[T]) -> T:
     value = _optional(metadata, field, kind)
     if value is None:
-        raise InconsistentError(f"{field}: missing")
+        raise InconsistentError(f"{field}: missing: the file is incomplete, convert or download it again")
     return value
 
 

@@ -275,10 +275,8 @@ def test_logits_without_numbers_of_layers(model: TinyModel, tmp_path: Path) -> N
 
 
 def test_every_tensor_is_required(model: TinyModel, spec_of: Callable[[TinyModel], ModelSpec]) -> None:
-    optional = ("layer_output_scale.weight", "attn_v.weight", "blk.0.ffn_down_exps.scale")
+    """Of a layer with a window also the projection of values, and numbers that other layers have."""
     for name in list(model.tensors):
-        if name.endswith(optional):
-            continue
         values = model.tensors.pop(name)
         with pytest.raises(InconsistentError, match=name.replace(".", r"\.") + ".* is missing"):
             spec_of(model)
@@ -300,6 +298,7 @@ def test_factors_of_frequencies_are_positive(model: TinyModel, tmp_path: Path, f
         ("rope.freq_base_swa", None, InconsistentError, "missing"),
         ("attention.key_length_swa", None, InconsistentError, "missing"),
         ("attention.value_length_swa", 32, InconsistentError, "32, the keys have 64"),
+        ("attention.sliding_window", None, InconsistentError, "missing"),
         ("attention.sliding_window_pattern", None, UnsupportedError, "the layers that"),
         ("expert_count", None, UnsupportedError, "models without experts"),
         ("expert_gating_func", 2, UnsupportedError, "2"),
@@ -308,6 +307,7 @@ def test_factors_of_frequencies_are_positive(model: TinyModel, tmp_path: Path, f
         ("attention.shared_kv_layers", 2, UnsupportedError, "2, supported: keys and values of each layer"),
         ("final_logit_softcapping", -1.0, InconsistentError, "-1"),
         ("rope.scaling.factor", 8.0, UnsupportedError, "8.0, supported: frequencies by the tensor"),
+        ("rope.scale_linear", 4.0, UnsupportedError, "scale_linear.*4.0, supported: frequencies"),
         ("attention.causal", False, UnsupportedError, "causal"),
     ],
 )

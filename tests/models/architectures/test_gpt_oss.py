@@ -194,6 +194,8 @@ def test_every_tensor_is_required(model: TinyModel, spec_of: Callable[[TinyModel
     ("key", "value", "kind", "message"),
     [
         ("rope.freq_base", None, InconsistentError, "missing"),
+        ("attention.sliding_window", None, InconsistentError, "missing, expected an integer: the file is"),
+        ("attention.sliding_window", 0, InconsistentError, "0, expected 1 to"),
         ("expert_gating_func", 2, UnsupportedError, "2"),
         ("expert_weights_scale", 2.5, UnsupportedError, "2.5"),
         ("rope.freq_base_swa", 1e4, UnsupportedError, "one rotary embedding"),

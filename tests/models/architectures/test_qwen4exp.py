@@ -212,6 +212,7 @@ def test_block_sizes_that_a_converter_lost_are_noticed(
         ("ple.layers", [1, 2], UnsupportedError, r"\[1, 2\], supported: n-grams before one layer"),
         ("ple.layers", [0], UnsupportedError, r"0, supported: n-grams before a layer after the first"),
         ("ple.layers", [3], InconsistentError, r"layer 3 attends"),
+        ("ple.layers", [], InconsistentError, r"names no layer, but the file has the tensor per_layer"),
         ("ple.head_offsets", [0, 97, 198], InconsistentError, r"3 numbers, expected 4"),
         ("ple.head_vocab_sizes", [97, 0, 1, 1], InconsistentError, r"0 rows from 97 on"),
         ("ple.head_vocab_sizes", [97, 101, 103, 400], InconsistentError, r"\[701 or more, 8\]"),

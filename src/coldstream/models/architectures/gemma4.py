@@ -21,7 +21,16 @@ from coldstream.models.spec.layer_keys import WindowPattern, read_attention, rea
 from coldstream.models.spec.layer_specs import AttentionSpec, LayerSpec
 from coldstream.models.spec.layer_tensors import OUTPUT_SCALE, attention_block_tensors
 
-_WINDOWS: Final = WindowPattern(period=0, is_full_first=False, is_scaled=False, has_heads=True)
+_WINDOWS: Final = WindowPattern(
+    period=0, is_full_first=False, is_scaled=False, is_required=True, has_heads=True
+)
+# Any of these may be why a rotary embedding is scaled.
+_SCALING_KEYS: Final = (
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scale_linear",
+    "rope.scaling.attn_factor",
+)
 # What other models of the family have, and this one has not.
 _ABSENT: Final = {
     "embedding_length_per_layer_input": "no embeddings of each layer",
@@ -43,32 +52,32 @@ def _layers(keys: Hyperparameters) -> tuple[LayerSpec, ...]:
     attentions = read_attention(
         keys, output_gate="none", qk_norm="head", rotates_whole_heads=True, windows=_WINDOWS
     )
-    usual = RouterSpec(own_input=True, expert_scale="blk.0.ffn_down_exps.scale" in keys.tensors)
+    usual = RouterSpec(own_input=True, expert_scale=_some_block_has(keys, "ffn_down_exps.scale"))
     router = read_router(keys, usual)
     moe = read_moe(keys, shared="parallel", router=router, activation=Activation("geglu"))
+    output_scale = _some_block_has(keys, OUTPUT_SCALE)
     return tuple(
-        LayerSpec(
-            _own(keys, block, attention),
-            moe,
-            post_norms=True,
-            output_scale=f"blk.{block}.{OUTPUT_SCALE}" in keys.tensors,
-        )
+        LayerSpec(_own(keys, block, attention), moe, post_norms=True, output_scale=output_scale)
         for block, attention in enumerate(attentions)
     )
 
 
+def _some_block_has(keys: Hyperparameters, name: str) -> bool:
+    """Whether blocks have such a tensor. A block that lacks it then is damaged."""
+    return any(f"blk.{block}.{name}" in keys.tensors for block in range(keys.num_layers))
+
+
 def _own(keys: Hyperparameters, block: int, attention: AttentionSpec) -> AttentionSpec:
     """The attention of a block with what no key states of it."""
-    projected = (f"blk.{block}.{name}.weight" in keys.tensors for name in ("attn_v", "attn_qkv"))
-    attention = replace(attention, v_norm=True, scale=1.0, values_are_keys=not any(projected))
+    attention = replace(attention, v_norm=True, scale=1.0)
     if attention.window is not None:
         return attention
+    projected = (f"blk.{block}.{name}.weight" in keys.tensors for name in ("attn_v", "attn_qkv"))
     if attention.rope.scaling is not None:
-        name = "rope.scaling.type" if "rope.scaling.type" in keys else "rope.scaling.factor"
-        found = keys.value(name) if name in keys else "stated"
-        problem = f"{found}, supported: frequencies by the tensor rope_freqs alone"
+        name = next(name for name in _SCALING_KEYS if name in keys)
+        problem = f"{keys.value(name)}, supported: frequencies by the tensor rope_freqs alone"
         raise keys.error(UnsupportedError, name, problem)
-    return replace(attention, rope_factors=True)
+    return replace(attention, rope_factors=True, values_are_keys=not any(projected))
 
 
 GEMMA4: Final = Architecture(

@@ -25,7 +25,7 @@ from coldstream.models.spec.layer_specs import LayerSpec
 from coldstream.models.spec.layer_tensors import attention_block_tensors
 from coldstream.models.spec.rope_keys import YarnRules
 
-_WINDOWS: Final = WindowPattern(period=2, is_full_first=False, is_scaled=True)
+_WINDOWS: Final = WindowPattern(period=2, is_full_first=False, is_scaled=True, is_required=True)
 _ROUTER: Final = RouterSpec(gating="softmax of the chosen", bias=True)
 YARN: Final = YarnRules(truncate=False)
 

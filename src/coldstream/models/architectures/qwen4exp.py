@@ -62,6 +62,11 @@ def _with_ngrams(keys: Hyperparameters, layers: tuple[LayerSpec, ...]) -> tuple[
     if len(found) > 1:
         raise keys.error(UnsupportedError, name, f"{list(found)}, supported: n-grams before one layer")
     if not found:
+        if NGRAM_TABLE in keys.tensors:
+            problem = (
+                f"names no layer, but the file has the tensor {NGRAM_TABLE}: convert or download it again"
+            )
+            raise keys.inconsistent(name, problem)
         return layers
     (place,) = found
     if place == 0:

@@ -48,6 +48,7 @@ class WindowPattern:
     is_scaled: (
         bool  # whether these layers rotate like the others, scaling included; else by a base of their own
     )
+    is_required: bool = False  # whether a file has to state the window
     has_heads: bool = False  # whether these layers have a key for the size of their heads
 
     def is_windowed(self, layer: int, period: int) -> bool:
@@ -149,7 +150,8 @@ def _with_window(keys: Hyperparameters, full: AttentionSpec, windows: WindowPatt
 def _windowed_blocks(keys: Hyperparameters, windows: WindowPattern) -> tuple[bool, ...]:
     """Whether each block has a window; a block for multi-token prediction has none."""
     name = "attention.sliding_window"
-    window = keys.integer(name, 0, 1 << 32, 0)  # 0 means none
+    is_required = windows.is_required
+    window = keys.integer(name, int(is_required), 1 << 32, None if is_required else 0)  # 0 means none
     flags: tuple[bool, ...] = (False,) * keys.num_layers
     pattern = f"{name}_pattern"
     if window and pattern in keys and keys.is_array(pattern):
