@@ -109,10 +109,11 @@ struct KernelGemv {
     using Block = typename T::Block;
     if constexpr (full) count = 8;
     __m256i dots[capacity_of<rows>][8], min_dots[capacity_of<rows>][8];
+    const int64_t ahead = distance_ahead<E>(stride);
     for (int i = 0; i < count; i++) {
       const auto* b = reinterpret_cast<const Block*>(data + i * stride);
       const int64_t group = E == Eight::of_a_row ? g + i : g;
-      prefetch_weights(b, sizeof *b);
+      prefetch_weights(b, sizeof *b, ahead);
       if constexpr (rows != 0 && is_direct) {
         multiply_directly<rows>(b, i, x, group, dots, min_dots);
         continue;

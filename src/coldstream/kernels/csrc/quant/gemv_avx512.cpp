@@ -68,10 +68,11 @@ struct KernelGemv {
     if constexpr (full) count = 8;
     __m512i dots[capacity_of<rows>][8];
     __m256i min_dots[capacity_of<rows>][8];
+    const int64_t ahead = distance_ahead<E>(stride);
     for (int i = 0; i < count; i++) {
       const auto* b = reinterpret_cast<const Block*>(data + i * stride);
       const int64_t group = E == Eight::of_a_row ? g + i : g;
-      prefetch_weights(b, sizeof *b);
+      prefetch_weights(b, sizeof *b, ahead);
       const PairCodes<Q> codes(b);
       const Scales scales(b);
       for (int t = 0; t < num_rows; t++) {

@@ -35,10 +35,21 @@ enum class Eight { of_a_row, of_rows };
 template <int rows>
 inline constexpr int capacity_of = rows != 0 ? rows : gemv_max_rows;
 
+inline constexpr int64_t prefetch_distance = 8192;  // in bytes
+
+// How far before its use a super-block is asked for. Eight rows that are read side by side are near each
+// other: a block at the usual distance would often be of these rows too, and be read at once.
+template <Eight E>
+inline __attribute__((always_inline)) int64_t distance_ahead(int64_t stride) {
+  if constexpr (E == Eight::of_a_row) return prefetch_distance;
+  const int64_t eight_rows = 8 * stride;
+  return (prefetch_distance + eight_rows - 1) / eight_rows * eight_rows;
+}
+
 // The hardware does not prefetch across page boundaries. Always inline, as every function of prefetches: GCC
 // leaves out calls of functions that do nothing else, because they have no result.
-static inline __attribute__((always_inline)) void prefetch_weights(const void* block, size_t bytes) {
-  constexpr int distance = 8192;
+static inline __attribute__((always_inline)) void prefetch_weights(const void* block, size_t bytes,
+                                                                   int64_t distance = prefetch_distance) {
   const auto* p = static_cast<const char*>(block) + distance;
   for (size_t i = 0; i < bytes; i += 64) prefetch_line(p + i);
 }

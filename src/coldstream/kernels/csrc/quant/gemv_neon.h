@@ -70,10 +70,11 @@ struct KernelGemv {
     using Block = typename T::Block;
     if constexpr (full) count = 8;
     int32x4_t dots[capacity_of<rows>][8], min_dots[capacity_of<rows>][8];
+    const int64_t ahead = distance_ahead<E>(stride);
     for (int i = 0; i < count; i++) {
       const auto* b = reinterpret_cast<const Block*>(data + i * stride);
       const int64_t group = E == Eight::of_a_row ? g + i : g;
-      prefetch_weights(b, sizeof *b);
+      prefetch_weights(b, sizeof *b, ahead);
       const Codes256 codes = load_codes<Q>(b);
       const Scales scales(T::scales(*b));
       for (int t = 0; t < num_rows; t++) {
