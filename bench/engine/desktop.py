@@ -6,10 +6,11 @@
 Other programs copy to the device from the other CPUs, so that who is measured has about one part in programs
 plus one of the bus, and less of RAM's bandwidth. What copies get of it is measured before and after each
 line. With --ram all other memory is taken. A line is one side with some cores, some programs and some experts
-on the GPU: decoding, and prompts. llama.cpp has the experts of as many layers on the GPU as fit into the same
-memory, the better of two numbers of threads, and for prompts the better of copied weights and products on the
-CPU. The result is written after each line, and lines that it has are not measured again, so that a run that
---seconds ended goes on in the next one.
+on the GPU: decoding, and prompts. Our memory is the least one with so many experts and with steps of 2,048
+rows. llama.cpp has the experts of as many layers on the GPU as fit into the same memory, the better of two
+numbers of threads, and for prompts the better of copied weights and products on the CPU. The result is
+written after each line, and lines that it has are not measured again, so that a run that --seconds ended goes
+on in the next one.
 """
 
 import argparse

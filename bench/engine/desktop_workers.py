@@ -30,9 +30,11 @@ from coldstream.planning.gather import plan_by_name
 from coldstream.planning.machine import measured_hardware
 from coldstream.planning.planned import Planned
 
-LONG_S = 1.0  # a first run of a prompt that counts
+LONG_S = 4.0  # a first run of a prompt that counts
 NUM_RUNS = 3  # of a shorter one, the first of which does not count
-WARM_WITHOUT_EXPERTS = 16  # tokens before a text is timed, where nothing changes meanwhile
+WARM_WITHOUT_EXPERTS = 128  # tokens before a text is timed, where only shares move meanwhile
+FEW_EXPERTS = 0.01  # of all, beside which a text's own bring nothing
+CHUNK_SIZE = 2048  # rows of a prompt's steps, at least: in the least memory they are 512
 NUM_DECODED = 2  # texts, or forks of one
 SHORT = 64  # tokens before those that llama.cpp decodes
 WORTH_TRYING = 1.25  # times a prompt's seconds: another way is not tried for longer prompts beyond it
@@ -59,7 +61,7 @@ def ours(connection: Connection, asked: Asked) -> None:
         budget: int | str = "auto"
         if asked.device == "cuda":
             budget = asked.budgets.get(gib) or budget_with(
-                asked.path, hardware, asked.work.ctx_size, 1, int(gib * GIB)
+                asked.path, hardware, asked.work.ctx_size, 1, int(gib * GIB), chunk_size=CHUNK_SIZE
             )
         config = EngineConfig(
             str(asked.path),
@@ -73,7 +75,7 @@ def ours(connection: Connection, asked: Asked) -> None:
 
 def _our_row(asked: Asked, planned: Planned) -> Row:
     work, prompts = asked.work, dict[str, Any]()
-    if not planned.plan.resident_bytes:
+    if planned.plan.resident_bytes < FEW_EXPERTS * planned.sizes.all_expert_bytes:
         work = replace(work, warm_tokens=WARM_WITHOUT_EXPERTS)  # no experts come in
     with TemporaryDirectory() as folder:
         kept = Path(folder) / "plan.json"

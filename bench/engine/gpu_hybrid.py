@@ -88,9 +88,17 @@ def plan_with(machine: Machine, expert_bytes: int) -> RunPlan:
 
 
 def budget_with(
-    path: Path, hardware: Hardware, ctx_size: int, parallel: int, expert_bytes: int, step: int = 2**24
+    path: Path,
+    hardware: Hardware,
+    ctx_size: int,
+    parallel: int,
+    expert_bytes: int,
+    step: int = 2**24,
+    chunk_size: int = 0,
 ) -> int:
-    """The least budget, to `step` bytes, whose plan has so many bytes of experts resident, or all experts."""
+    """The least budget, to `step` bytes, whose plan has so many bytes of experts resident, or all experts,
+    and steps of at least `chunk_size` rows.
+    """
     most = EngineConfig(str(path), device="cuda", vram=100 * GIB, ctx_size=ctx_size, parallel=parallel)
     with GGUFFile.open(path) as file:
         sources = Sources(file, read_spec(file.metadata, file.tensors), hardware)
@@ -99,7 +107,8 @@ def budget_with(
         while high - low > step:
             middle = (low + high) // 2
             try:
-                is_enough = plan_model(replace(most, vram=middle), sources).plan.resident_bytes >= wanted
+                plan = plan_model(replace(most, vram=middle), sources).plan
+                is_enough = plan.resident_bytes >= wanted and plan.fixed.chunk_size >= chunk_size
             except OutOfMemoryError:
                 is_enough = False
             low, high = (low, middle) if is_enough else (middle, high)
