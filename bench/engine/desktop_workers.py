@@ -33,7 +33,7 @@ from coldstream.planning.planned import Planned
 LONG_S = 4.0  # a first run of a prompt that counts
 NUM_RUNS = 3  # of a shorter one, the first of which does not count
 WARM_WITHOUT_EXPERTS = 128  # tokens before a text is timed, where only shares move meanwhile
-FEW_EXPERTS = 0.01  # of all, beside which a text's own bring nothing
+LEAST_SHARE = 0.01  # of all experts, beside which a text's own bring nothing
 CHUNK_SIZE = 2048  # rows of a prompt's steps, at least: in the least memory they are 512
 NUM_DECODED = 2  # texts, or forks of one
 SHORT = 64  # tokens before those that llama.cpp decodes
@@ -75,7 +75,7 @@ def ours(connection: Connection, asked: Asked) -> None:
 
 def _our_row(asked: Asked, planned: Planned) -> Row:
     work, prompts = asked.work, dict[str, Any]()
-    if planned.plan.resident_bytes < FEW_EXPERTS * planned.sizes.all_expert_bytes:
+    if planned.plan.resident_bytes < LEAST_SHARE * planned.sizes.all_expert_bytes:
         work = replace(work, warm_tokens=WARM_WITHOUT_EXPERTS)  # no experts come in
     with TemporaryDirectory() as folder:
         kept = Path(folder) / "plan.json"
