@@ -16,11 +16,14 @@ from family_cases import (
     gpu_logits,
     random_ids,
 )
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from bench.runners import open_cpu_runner, open_model_file
 from builders import SMALL, Dims, TinyModel, make_model, write_model
-from coldstream.errors import InconsistentError, ModelChangedError, UnsupportedError
+from coldstream.errors import InconsistentError, ModelChangedError, TruncatedError, UnsupportedError
+from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.ngram import NGRAM_CACHE_BYTES
 from coldstream.models import ModelSpec, block_tensors, global_tensors
 from coldstream.models.cuda.memory_plan import check_supported
@@ -38,6 +41,14 @@ AS_ALIKE = {"least": 0.92, "least_of_clear": 0.97}
 FUSED = Variant(fused_experts=True, shared_gate_as_matrix=True)
 # Rows of 160 and 96 values are no whole blocks of 256.
 MIXED_TYPES = {**K_TYPES, "ffn_down_exps": Type.Q8_0, "ffn_down_shexp": Type.Q8_0}
+# Keys that others imply, or of which files without them run in part.
+IMPLIED = {
+    f"qwen4exp.{name}"
+    for name in (
+        "attention.value_length", "rope.dimension_sections", "ssm.inner_size", "full_attention_interval",
+        "nextn_predict_layers", "attention.compress_ratios",
+    )
+}  # fmt: skip
 MIXED_TYPES |= {f"{part}_up": Type.Q5_0 for part in ("hc_attn", "hc_ffn", "output_hc")}
 
 
@@ -238,6 +249,51 @@ def test_what_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         spec_of(key(tiny(ngrams=True), name, value))
+
+
+def keys_of(model: TinyModel) -> list[str]:
+    """Those of the family."""
+    return [name for name in model.metadata if name.startswith("qwen4exp.")]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_file_that_lacks_keys_says_which(
+    data: st.DataObject, spec_of: Callable[[TinyModel], ModelSpec]
+) -> None:
+    """One or half of them. What others imply may be left out, or is noticed."""
+    model = tiny(ngrams=True, nextn=True)
+    names = keys_of(model)
+    lost = data.draw(
+        st.one_of(
+            st.sampled_from(names).map(lambda name: [name]),
+            st.sampled_from([names[::2], names[1::2], [name for name in names if ".ple." in name]]),
+            st.lists(st.sampled_from(names), min_size=len(names) // 2, unique=True),
+        )
+    )
+    for name in lost:
+        del model.metadata[name]
+    if set(lost) <= IMPLIED:
+        spec = spec_of(model)
+        assert bool(spec.warnings) == ("qwen4exp.attention.compress_ratios" in lost)
+        return
+    with pytest.raises(InconsistentError) as caught:
+        spec_of(model)
+    assert any(f" {name}: " in str(caught.value) for name in lost)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("lost", [1, 10_000])
+def test_a_table_that_ends_early_is_an_error(lost: int, tmp_path: Path) -> None:
+    model = tiny(ngrams=True)
+    table = "per_layer_token_embd.weight"
+    model.tensors[table] = model.tensors.pop(table)  # the file's end
+    (path,) = write_model(tmp_path / "tiny.gguf", model)
+    os.truncate(path, path.stat().st_size - lost)
+    with pytest.raises(
+        TruncatedError, match=r"per_layer_token_embd.*the file is incomplete, download it again"
+    ):
+        GGUFFile.open(path)
 
 
 @pytest.mark.sharded(of="models on the CPU")
