@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from builders import Dims, write_gguf
+from builders import Dims, make_model, write_gguf, write_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.device import gpu_is_visible
 from coldstream.placement.hardware_file import default_path
@@ -86,6 +86,22 @@ def test_a_plan_for_ram(run: Run, model: Path) -> None:
         assert re.search(row, shown), row
     assert "prefill of 168" not in shown  # which does not fit the context
     assert "hit rates: published" in error
+
+
+@no_gpu
+def test_ngrams_in_use_are_a_row_of_ram(run: Run, model: Path, tmp_path: Path) -> None:
+    """On a CPU within the budget, and beside a GPU besides."""
+    for name, ngrams in (("without", False), ("with", True)):
+        write_model(tmp_path / f"{name}.gguf", make_model("qwen4exp", ngrams=ngrams))
+    row = "n-grams in use, of a table on the disk"
+    for arguments in (("--ram", "1G"), ("--vram", "1G")):
+        _, shown, _ = run("plan", str(tmp_path / "with.gguf"), *arguments, "--json")
+        found = json.loads(shown)["plan"]["fixed"]
+        assert found["weights"] > found["host_ngrams"] > 0
+        _, shown, _ = run("plan", str(tmp_path / "with.gguf"), *arguments)
+        assert re.search(rf"{row} +RAM +{found['host_ngrams'] / 2**20:.2f} MiB", shown)
+        _, shown, _ = run("plan", str(tmp_path / "without.gguf"), *arguments)
+        assert row not in shown
 
 
 def test_a_plan_says_what_drafts_and_why(run: Run, model: Path, tmp_path: Path) -> None:

@@ -258,8 +258,13 @@ def _print_places(run: RunPlan, *, is_dense: bool) -> None:
     placed = "feed-forward networks" if is_dense else "experts"
     fast, slow = _FAST_NAMES[plan.tier], _SLOW_NAMES[plan.tier]
     rows = []
+    ngrams = plan.fixed.host_ngrams
+    ngram_row = "n-grams in use, of a table on the disk", "RAM", format_bytes(ngrams)
     for name, num_bytes in plan.fixed.parts.items():
         what = _PART_NAMES[name]
+        if name == "weights" and plan.tier == "ram" and ngrams:
+            rows += [(what, fast, format_bytes(num_bytes - ngrams)), ngram_row]
+            continue
         if name == "caches":
             what += f" of {plan.fixed.ctx_size} tokens, {plan.fixed.kv_type}"
             if run.attention_window is not None:
@@ -284,8 +289,8 @@ def _print_places(run: RunPlan, *, is_dense: bool) -> None:
         rows.append((_PART_NAMES["prompt_cache"], "RAM", format_bytes(run.prompt_cache_bytes)))
     if plan.fixed.host_tables and run.pool is None:
         rows.append(("embedding", "RAM", format_bytes(plan.fixed.host_tables)))
-    if plan.fixed.host_ngrams and run.pool is None:
-        rows.append(("n-grams in use, of a table on the disk", "RAM", format_bytes(plan.fixed.host_ngrams)))
+    if plan.tier == "vram" and ngrams and run.pool is None:
+        rows.append(ngram_row)
     if run.pool is not None:
         rows += _rows_of_pool(plan, run.pool)
     elif num_cold := plan.num_all - plan.num_resident:

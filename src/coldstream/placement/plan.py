@@ -55,7 +55,7 @@ class FixedPart:
     num_tree_rows: int = 0  # rows of draft trees in the caches
     prompt_cache: int = 0  # kept prefixes of prompts that have no room in the caches, in RAM
     host_tables: int = 0  # an embedding in page-locked RAM, beside this memory and in no sum; 0: in `weights`
-    host_ngrams: int = 0  # rows of n-grams in RAM beside a GPU, in no sum either
+    host_ngrams: int = 0  # rows of n-grams in RAM: beside a GPU in no sum either, on a CPU in `weights`
 
     def __post_init__(self) -> None:
         beside = {"host_tables": self.host_tables, "host_ngrams": self.host_ngrams}

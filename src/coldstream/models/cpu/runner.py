@@ -173,16 +173,18 @@ class CpuRunner(ModelRunner):
         drafter = draft.drafter_bytes
         if draft.has_mtp:
             drafter = unread._mtp(UnreadCpuOps.beside(ops), BRANCHING).num_bytes
+        host_ngrams = ngram_cache_bytes(spec, file.tensors)
         return FixedPart(
             ctx_size=ctx_size,
             kv_type=capacity.kv_type,
             chunk_size=cls.chunk_size,
-            weights=dense_bytes(spec, file.tensors) + ngram_cache_bytes(spec, file.tensors),
+            weights=dense_bytes(spec, file.tensors) + host_ngrams,
             caches=unread._sequences.tensors.num_bytes,
             workspace=unread.activation_bytes,
             num_sequences=unread.cache_size.num_states,
             num_tree_rows=unread.cache_size.num_tree_rows,
             drafter=drafter,
+            host_ngrams=host_ngrams,
         )
 
     @property
