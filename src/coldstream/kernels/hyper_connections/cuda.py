@@ -1,6 +1,7 @@
 """Hyper-connections in CUDA C++: the update of all streams with their norms in one launch, and the mixture.
 
-A block takes a row, whose streams it keeps in shared memory. Streams have a multiple of 8 values.
+A block takes a row, or in a decode step a stream of one, and keeps it in shared memory. Streams have a
+multiple of 8 values.
 """
 
 import ctypes
@@ -29,7 +30,8 @@ PROGRAM = CudaProgram(
 )
 MAX_STREAMS, MAX_WIDTH = 8, 12288  # of all streams together: what a block's shared memory holds on every card
 SIZE_MULTIPLE = 8
-THREADS, MAX_WARPS, WARP_SIZE = 512, 4, 32
+THREADS, MOST_THREADS, MAX_WARPS, WARP_SIZE = 512, 640, 4, 32
+MOST_PARTED_ROWS = 16  # up to here a stream has a block of its own, which sums the experts again
 ALONE_ROWS = 64  # up to here every group of a row may have its own multiprocessor
 
 
@@ -83,11 +85,12 @@ def inject_norm_cuda(
             _check_aligned(update.shared)
     padded = padded_cols(width)
     norm = Norm(weight=weight.data_ptr(), cols=width, padded=padded, eps=eps)
+    grid, threads, shared_bytes = _norm_grid(rows, num_streams, size, padded)
     PROGRAM.kernel(kernel).launch(
-        (rows, 1, 1),
-        THREADS,
+        grid,
+        threads,
         (work, *args, norm, _outputs(out, quantized)),
-        shared_bytes=4 * padded,
+        shared_bytes=shared_bytes,
         overlap=overlaps(rows),
     )
 
@@ -111,11 +114,12 @@ def norm_streams_cuda(
     _check_aligned(x, weight, out)
     padded = padded_cols(width)
     norm = Norm(weight=weight.data_ptr(), cols=width, padded=padded, eps=eps)
+    grid, threads, shared_bytes = _norm_grid(rows, num_streams, width // num_streams, padded)
     PROGRAM.kernel(NORM).launch(
-        (rows, 1, 1),
-        THREADS,
+        grid,
+        threads,
         (x, num_streams, width // num_streams, norm, _outputs(out, quantized)),
-        shared_bytes=4 * padded,
+        shared_bytes=shared_bytes,
         overlap=overlaps(rows),
     )
 
@@ -158,6 +162,16 @@ def mix_streams_cuda(
         (normed, gates, width // size, size, padded, _outputs(out, quantized)),
         overlap=overlaps(rows),
     )
+
+
+def _norm_grid(rows: int, num_streams: int, size: int, padded: int) -> tuple[tuple[int, int, int], int, int]:
+    """Blocks, threads and shared memory of norms: a block for a row. In a decode step it has a stream,
+    if no group lies in two.
+    """
+    if rows > MOST_PARTED_ROWS or size % GROUP_SIZE:
+        return (rows, 1, 1), THREADS, 4 * padded
+    threads = min(MOST_THREADS, -(-size // 4 // WARP_SIZE) * WARP_SIZE)
+    return (rows, num_streams, 1), threads, 4 * size
 
 
 def _grid(rows: int, padded: int) -> tuple[tuple[int, int, int], int]:

@@ -5,9 +5,9 @@
 
 using namespace coldstream;
 
-constexpr int max_threads = 512, max_streams = 8;
+constexpr int max_threads = 640, max_streams = 8;
 
-extern __shared__ float4 dynamic_shared[];  // the streams of a row, padded with zeros to whole groups
+extern __shared__ float4 dynamic_shared[];  // a block's streams of a row, padded with zeros to whole groups
 
 struct StreamRows {
   const float* x;          // [rows, streams · size]; null: every stream becomes the update
@@ -17,87 +17,109 @@ struct StreamRows {
   int size;  // a multiple of 8
 };
 
+// The streams of a row that a block takes: all, or with gridDim.y > 1 as many as other blocks, which then
+// have whole groups of 256 columns. Their weights of norms are loaded before the previous grid has ended.
+struct OwnStreams {
+  int count, size, first_column;
+  Norm norm;      // of these streams alone
+  Eight weights;  // of the group that the warp has first
+
+  __device__ __forceinline__ OwnStreams(int num_streams, int size, const Norm& all)
+      : count(num_streams / gridDim.y), size(size), first_column(blockIdx.y * count * size), norm(all) {
+    norm.weight += first_column;
+    norm.cols = count * size;
+    if (gridDim.y > 1) norm.padded = norm.cols;
+    weights = load_eight<true>(norm.weight, threadIdx.x / warp_size, norm.cols);
+  }
+};
+
 // 1 / sqrt(mean of squares + eps) of `size` values in shared memory, in all lanes of a warp.
 __device__ __forceinline__ float inverse_norm_of_stream(const float* x, int size, float eps) {
+  if (size % group_elements == 0) return inverse_norm({nullptr, size, size, eps}, x);
   float p = 0.0f;
 #pragma unroll 8
   for (int i = threadIdx.x % 16; i < size; i += 16) p = __fmaf_rn(x[i], x[i], p);
   return inverse_sqrt(sum_of_sixteen_lanes(p, 1) / float(size) + eps);
 }
 
-// The norm of each stream of the row of this block, whose streams of `size` values lie in shared memory. By
-// all threads, once they have been synchronised.
-__device__ __forceinline__ void norm_streams_of_row(int num_streams, int size, const Norm& norm,
+// The norm of each of a block's streams, which lie in shared memory. `all`: of the whole row. By all threads,
+// once they have been synchronised.
+__device__ __forceinline__ void norm_streams_of_row(const OwnStreams& own, const Norm& all,
                                                     const NormOutputs& out) {
   __shared__ float scales[max_streams];
-  const int64_t row = blockIdx.x, begin = row * norm.cols;
+  const int64_t row = blockIdx.x, begin = row * all.cols + own.first_column;
   const float* shared = reinterpret_cast<const float*>(dynamic_shared);
   const int warp = threadIdx.x / warp_size, num_warps = blockDim.x / warp_size;
-  for (int c = warp; c < num_streams; c += num_warps) {
-    const float found = inverse_norm_of_stream(shared + c * size, size, norm.eps);
+  for (int c = warp; c < own.count; c += num_warps) {
+    const float found = inverse_norm_of_stream(shared + c * own.size, own.size, own.norm.eps);
     if (threadIdx.x % warp_size == 0) scales[c] = found;
   }
   __syncthreads();
-  const QuantRow quantised = quant_row(out.q, out.scales, out.sums, row, norm.padded);
-  for (int group = warp; group < norm.padded / group_elements; group += num_warps) {
+  const QuantRow quantised = quant_row(out.q, out.scales, out.sums, row, all.padded);
+  const int first_group = own.first_column / group_elements, cols = own.norm.cols;
+  for (int group = warp; group < own.norm.padded / group_elements; group += num_warps) {
     const int first = group * group_elements + 8 * (threadIdx.x % warp_size);
     float y[8] = {};
-    if (first < norm.cols) {
+    if (first < cols) {
       const Eight x = {dynamic_shared[first / 4], dynamic_shared[first / 4 + 1]};
-      scale_eight(x, scales[first / size], load_eight<true>(norm.weight, group, norm.cols), y);
+      const Eight weights = group == warp ? own.weights : load_eight<true>(own.norm.weight, group, cols);
+      scale_eight(x, scales[first / own.size], weights, y);
     }
-    store_eight<true>(out.y + begin, group, norm.cols, y);
-    store_group(quantize_group(y), quantised, group);
+    store_eight<true>(out.y + begin, group, cols, y);
+    store_group(quantize_group(y), quantised, first_group + group);
   }
 }
 
-// The row of this block. update(i): the update at columns i … i + 3. The norm has as many columns as all
-// streams together.
+// A block's streams of its row. update(i): the update at columns i … i + 3. The norm has as many columns as
+// all streams together.
 template <typename Update>
-__device__ __forceinline__ void inject_row(const StreamRows& streams, const Update& update, const Norm& norm,
-                                           const NormOutputs& out) {
+__device__ __forceinline__ void inject_row(const StreamRows& streams, const OwnStreams& own,
+                                           const Update& update, const Norm& norm, const NormOutputs& out) {
   __shared__ float weights[max_streams];
-  const int64_t row = blockIdx.x, begin = row * norm.cols;
-  const int size = streams.size, num_streams = streams.num_streams;
-  if (streams.x && threadIdx.x < num_streams) {
-    const float logit = streams.injection[row * num_streams + threadIdx.x];
+  const int64_t row = blockIdx.x, begin = row * norm.cols + own.first_column;
+  const int size = own.size, num_streams = streams.num_streams, first = blockIdx.y * own.count;
+  if (streams.x && threadIdx.x < own.count) {
+    const float logit = streams.injection[row * num_streams + first + threadIdx.x];
     weights[threadIdx.x] = 2.0f * exact_sigmoid(logit / float(num_streams));
   }
   __syncthreads();
   for (int i = 4 * threadIdx.x; i < size; i += 4 * blockDim.x) {
     const float4 added = update(i);
-    for (int c = 0; c < num_streams; c++) {
+    for (int c = 0; c < own.count; c++) {
       const int at = c * size + i;
       float4 v = added;
-      if (streams.x) v = fma_four(weights[c], added, load_four<true>(streams.x + begin, at, norm.cols));
-      store_four<true>(streams.sum + begin, at, norm.cols, v);
+      if (streams.x) v = fma_four(weights[c], added, load_four<true>(streams.x + begin, at, own.norm.cols));
+      store_four<true>(streams.sum + begin, at, own.norm.cols, v);
       dynamic_shared[at / 4] = v;
     }
   }
   __syncthreads();
-  norm_streams_of_row(num_streams, size, norm, out);
+  norm_streams_of_row(own, norm, out);
 }
 
-// The norms of streams alone. grid (rows); dynamic shared memory: 4 · padded bytes. As all kernels here.
+// The norms of streams alone. grid (rows, parts of the streams); dynamic shared memory: 4 bytes for a value
+// of a part, padded. As all kernels of norms here.
 __global__ void __launch_bounds__(max_threads)
     norm_stream_rows(const float* x, int num_streams, int size, Norm norm, NormOutputs out) {
+  const OwnStreams own(num_streams, size, norm);
   wait_for_previous_grid();
   release_next_grid();
-  const float* row = x + int64_t(blockIdx.x) * norm.cols;
-  for (int i = 4 * threadIdx.x; i < norm.cols; i += 4 * blockDim.x)
-    dynamic_shared[i / 4] = load_four<true>(row, i, norm.cols);
+  const float* row = x + int64_t(blockIdx.x) * norm.cols + own.first_column;
+  for (int i = 4 * threadIdx.x; i < own.norm.cols; i += 4 * blockDim.x)
+    dynamic_shared[i / 4] = load_four<true>(row, i, own.norm.cols);
   __syncthreads();
-  norm_streams_of_row(num_streams, size, norm, out);
+  norm_streams_of_row(own, norm, out);
 }
 
 // With an update [rows, size].
 __global__ void __launch_bounds__(max_threads)
     inject_norm_rows(StreamRows streams, const float* update, Norm norm, NormOutputs out) {
+  const OwnStreams own(streams.num_streams, streams.size, norm);
   wait_for_previous_grid();
   release_next_grid();
   const float* row = update + int64_t(blockIdx.x) * streams.size;
   const auto at = [&](int i) { return load_four<true>(row, i, streams.size); };
-  inject_row(streams, at, norm, out);
+  inject_row(streams, own, at, norm, out);
 }
 
 // The same with the sum of the experts as update.
@@ -108,6 +130,7 @@ __global__ void __launch_bounds__(max_threads)
                              const float* cpu_rows, const __grid_constant__ Answer answer,
                              LayerStamps* stamps, Norm norm, NormOutputs out) {
   ExpertWait wait(cpu_ids, num_ranks, stamps);
+  const OwnStreams own(streams.num_streams, streams.size, norm);
   wait_for_previous_grid();
   release_next_grid();
   wait.wait(answer);
@@ -120,7 +143,7 @@ __global__ void __launch_bounds__(max_threads)
                         wait.is_waiting ? cpu_ids + token * num_ranks : nullptr,
                         cpu_rows + begin * num_ranks};
   const auto at = [&](int i) { return combine_experts<true, kind>(experts, i, streams.size); };
-  inject_row(streams, at, norm, out);
+  inject_row(streams, own, at, norm, out);
   wait.end();
 }
 

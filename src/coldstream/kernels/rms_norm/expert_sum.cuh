@@ -73,7 +73,7 @@ __device__ __forceinline__ float4 combine_experts(const Experts& experts, int i,
 }
 
 // A block's wait for the experts of its token, blockIdx.x, that the CPU computes. The first thread adds the
-// layer's times to its stamps, if there are any; those of its own row stand for all rows.
+// layer's times to its stamps, if there are any; those of its own part of a row stand for all.
 struct ExpertWait {
   bool keeps_time, is_waiting = false;
   uint64_t* sums = nullptr;
@@ -82,7 +82,7 @@ struct ExpertWait {
   // Before the wait for the previous grid: the places of pairs, and the router's times, were written before
   // that one began.
   __device__ __forceinline__ ExpertWait(const int* cpu_ids, int num_ranks, LayerStamps* stamps)
-      : keeps_time(stamps != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
+      : keeps_time(stamps != nullptr && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) {
     RouterStamps router{};
     if (keeps_time) router = stamps->router;
     if (cpu_ids != nullptr) {
