@@ -198,19 +198,45 @@ static inline void walk_chosen(const AttentionChunk& chunk, const Pack& pack, co
   }
 }
 
+// Asks for the keys and the values of n positions from `offset` on. They lie in pieces of a few lines, as
+// heads are neighbours, and the hardware asks for few of them ahead. Always inline: GCC leaves out calls of
+// functions that have no result.
+template <typename T>
+static inline __attribute__((always_inline)) void prefetch_rows(const AttentionChunk& chunk, int64_t offset,
+                                                                int64_t n, int64_t row_elements) {
+  for (int64_t p = 0; p < n; p++) {
+    const int64_t at = offset + p * chunk.position_stride;
+    const auto* keys = reinterpret_cast<const char*>(static_cast<const T*>(chunk.keys) + at);
+    const auto* values = reinterpret_cast<const char*>(static_cast<const T*>(chunk.values) + at);
+    for (int64_t i = 0; i < row_elements * static_cast<int64_t>(sizeof(T)); i += 64) {
+      __builtin_prefetch(keys + i, 0, 2);
+      __builtin_prefetch(values + i, 0, 2);
+    }
+  }
+}
+
 // The blocks of a chunk that some row sees: pack(offset, n) of its n positions, then step(first_row,
-// num_rows, seen) for rows that see the same of them.
-template <typename Pack, typename Step>
-static inline void walk_blocks(const AttentionChunk& chunk, const Pack& pack, const Step& step) {
+// num_rows, seen) for rows that see the same of them. T, row_elements: of a row of the caches.
+template <typename T, typename Pack, typename Step>
+static inline void walk_blocks(const AttentionChunk& chunk, int64_t row_elements, const Pack& pack,
+                               const Step& step) {
   if (chunk.chosen != nullptr) return walk_chosen(chunk, pack, step);
   const int64_t last_position = chunk.first_position + chunk.num_tokens - 1;
   // How far tokens look back; without a window, to position 0 and beyond.
   const int64_t back = chunk.window > 0 ? chunk.window - 1 : last_position;
+  bool is_first = true;
   for (int64_t begin = chunk.begin; begin < chunk.begin + attention_chunk && begin <= last_position;
        begin += attention_block) {
     if (begin + attention_block <= chunk.first_position - back) continue;
-    const int64_t left = last_position + 1 - begin;
-    pack((begin - chunk.begin) * chunk.position_stride, left < attention_block ? left : attention_block);
+    const int64_t left = last_position + 1 - begin, n = left < attention_block ? left : attention_block;
+    const int64_t offset = (begin - chunk.begin) * chunk.position_stride;
+    if (is_first) prefetch_rows<T>(chunk, offset, n, row_elements);
+    is_first = false;
+    pack(offset, n);
+    if (left > n && begin + attention_block < chunk.begin + attention_chunk) {
+      const int64_t next = left - n < attention_block ? left - n : attention_block;
+      prefetch_rows<T>(chunk, offset + n * chunk.position_stride, next, row_elements);
+    }
     int64_t token = begin > chunk.first_position ? begin - chunk.first_position : 0;
     while (token < chunk.num_tokens) {
       // Tokens that see the whole block and what is before it go together; on the diagonal, and where windows
@@ -243,7 +269,7 @@ static void attend(const AttentionChunk& chunk) {
     pack_keys(static_cast<const T*>(chunk.keys) + offset, chunk.position_stride, n, size, keys);
     pack_values(static_cast<const T*>(chunk.values) + offset, chunk.position_stride, n, size, values);
   };
-  walk_blocks(chunk, pack, [&](int64_t first_row, int64_t num_rows, SeenPart seen) {
+  walk_blocks<T>(chunk, size, pack, [&](int64_t first_row, int64_t num_rows, SeenPart seen) {
     accumulate(queries + first_row * size, size, keys, attention_block, scores, attention_block, nullptr,
                num_rows, head_floats(seen.end), size);
     float* rows = chunk.rows + first_row * row_floats;

@@ -273,7 +273,8 @@ static void attend_integers(const AttentionChunk& chunk) {
     Operands::pack_values(of_values.first, of_values.stride, n, size, values);
     load_scales<planes>(of_values.first, of_values.stride, n, size, value_scales);
   };
-  walk_blocks(chunk, pack, [&](int64_t first_row, int64_t num_rows, SeenPart seen) {
+  const int64_t row_bytes = size * bits / 8 + row_alignment;
+  walk_blocks<int8_t>(chunk, row_bytes, pack, [&](int64_t first_row, int64_t num_rows, SeenPart seen) {
     const int64_t n = seen.end;
     const int32_t* q = queries + first_row * query_ints;
     Operands::multiply_keys(q, keys, num_rows, head_floats(n), size,
