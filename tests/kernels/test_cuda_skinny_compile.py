@@ -11,6 +11,7 @@ from bench.kernels.machine_code import stack_bytes
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.compiler import KERNELS, compile_instance
 from coldstream.kernels.cuda.skinny_shapes import (
+    GROUP_TYPES,
     PASS_COLS,
     SKINNY_TYPES,
     MatrixShape,
@@ -37,6 +38,7 @@ PARTS_KERNELS = tuple(
     ("linear/parts.cu", "linear_parts", *numbers) for numbers in LINEAR_INSTANCES[Walk.PARTS]
 )
 FLOAT_KERNELS = (("linear/skinny.cu", "linear_floats"),)
+WIDE_KERNELS = (("linear/skinny.cu", "linear_wide"),)
 GROUPED_KERNELS = (("experts/grouped.cu", "grouped_gate_up"), ("experts/grouped.cu", "grouped_down"))
 EACH_TYPE = tuple({kind} for kind in sorted(SKINNY_TYPES))
 EACH_INTEGER_TYPE = tuple({kind} for kind in sorted(INTEGER_TYPES))
@@ -49,6 +51,7 @@ TYPES = {
         {QuantType.IQ3_S, QuantType.IQ4_XS},
     ),
     FLOAT_KERNELS: (*({kind} for kind in sorted(PASS_COLS)), {QuantType.F32, QuantType.BF16}),
+    WIDE_KERNELS: (*({kind} for kind in sorted(GROUP_TYPES)), {QuantType.Q5_K, QuantType.Q6_K}),
     PARTS_KERNELS: (*EACH_TYPE, {QuantType.Q8_0, QuantType.Q5_K}, {QuantType.Q2_K, QuantType.MXFP4}),
     GROUPED_KERNELS: (
         *EACH_INTEGER_TYPE,

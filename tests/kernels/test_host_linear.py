@@ -100,6 +100,30 @@ def test_types_of_both_kinds_of_scales_in_one_launch(rows: int) -> None:
     check(activations(rows, rows, 512), weights)
 
 
+@pytest.mark.sharded
+@pytest.mark.parametrize("name", ["Q6_K", "Q4_K", "IQ3_S"])
+def test_one_row_with_a_few_long_rows(name: str) -> None:
+    """Of 2 to 8 passes, which the warps of a block share, and the last of which may be short."""
+    kind = QuantType[name]
+    for cols in (2304, 10240, 16384):
+        shapes = [(kind, 7, cols), (kind, 4, cols)]
+        assert layout_for(LIMITS, shapes, 1).walk is Walk.WIDE
+        check(activations(cols, 1, cols), [random_weight(*shape[:1], shape[1:], seed=3) for shape in shapes])
+
+
+def test_warps_share_no_passes_of_larger_matrices_or_other_types() -> None:
+    most = 4 * LIMITS.num_processors
+    for rows, cols, kind in (
+        (most, 2048, QuantType.Q4_K),
+        (most + 1, 4096, QuantType.Q4_K),
+        (8, 16640, QuantType.Q4_K),
+        (8, 4096, QuantType.Q8_0),
+        (8, 4096, QuantType.F32),
+    ):
+        assert layout_for(LIMITS, [(kind, rows, cols)], 1).walk is Walk.ONE
+    assert layout_for(LIMITS, [(QuantType.Q4_K, most, 4096)], 1).walk is Walk.WIDE
+
+
 @pytest.mark.parametrize("cols", [512, 2048, 2304])
 def test_grids_and_orders_of_several_types_in_one_launch(cols: int) -> None:
     kinds = (

@@ -101,26 +101,44 @@ struct Shares {
   int products[4], mins[4];
 };
 
+// What a super-block of the row that the lane keeps adds to its accumulator.
+struct SuperBlockTerms {
+  float by, product, by_minimum, minimums;
+
+  template <class Weights>
+  __device__ __forceinline__ float added_to(float p) const {
+    const float sum = __fmaf_rn(by, product, p);
+    if constexpr (Weights::has_mins) return __fmaf_rn(by_minimum, minimums, sum);
+    return sum;
+  }
+};
+
+template <class Weights>
+__device__ __forceinline__ SuperBlockTerms terms_of(const HeaderK& header, const Shares& shares,
+                                                    const SharedRow& x, const LanePlace& place) {
+  const float product = float(exchange_sums(shares.products)), a = x.scales[place.at];
+  SuperBlockTerms terms = {header.d * a, product, 0.0f, 0.0f};
+  if constexpr (Weights::has_mins) {
+    const int mins = Weights::has_header ? dot_mins(header.mins, load_16(x.sums + place.at * 16))
+                                         : exchange_sums(shares.mins);
+    terms.by_minimum = -(header.dmin * a), terms.minimums = float(mins);
+  }
+  return terms;
+}
+
 // p with the super-block of the row that the lane keeps.
 template <class Weights>
 __device__ __forceinline__ float add_super_block(const HeaderK& header, const Shares& shares,
                                                  const SharedRow& x, const LanePlace& place, float p) {
-  const float product = float(exchange_sums(shares.products)), a = x.scales[place.at];
-  float sum = __fmaf_rn(header.d * a, product, p);
-  if constexpr (Weights::has_mins) {
-    const int mins = Weights::has_header ? dot_mins(header.mins, load_16(x.sums + place.at * 16))
-                                         : exchange_sums(shares.mins);
-    sum = __fmaf_rn(-(header.dmin * a), float(mins), sum);
-  }
+  const float sum = terms_of<Weights>(header, shares, x, place).template added_to<Weights>(p);
   return place.exists ? sum : p;
 }
 
 template <class Weights, class Grid>
-__device__ __forceinline__ void add_super_blocks(const Staged& staged, const MatrixShape& shape, int pass,
-                                                 const SharedRow& x, const Grid& grid, float& p) {
+__device__ __forceinline__ SuperBlockTerms terms_of_pass(const Staged& staged, const LanePlace& place,
+                                                         const SharedRow& x, const Grid& grid) {
   constexpr bool is_aligned = Weights::alignment == 16,
                  has_run_mins = Weights::has_mins && !Weights::has_header;
-  const LanePlace place(shape, pass, x.groups);
   const int offset = place.g * Weights::bytes;
   uint32_t codes_x[16], scales[4];
   load_quarter<Weights>(x, place, codes_x);
@@ -136,7 +154,15 @@ __device__ __forceinline__ void add_super_blocks(const Staged& staged, const Mat
     if constexpr (has_run_mins) shares.mins[i] = RunSums(codes_x).dot(Weights::mins(block, place.s));
     if constexpr (!Weights::overlaps_rows) __syncwarp();
   }
-  p = add_super_block<Weights>(header, shares, x, place, p);
+  return terms_of<Weights>(header, shares, x, place);
+}
+
+template <class Weights, class Grid>
+__device__ __forceinline__ void add_super_blocks(const Staged& staged, const MatrixShape& shape, int pass,
+                                                 const SharedRow& x, const Grid& grid, float& p) {
+  const LanePlace place(shape, pass, x.groups);
+  const float sum = terms_of_pass<Weights>(staged, place, x, grid).template added_to<Weights>(p);
+  p = place.exists ? sum : p;
 }
 
 // The 32 codes of block `index` of a row: eight words of a block in memory from `first` on.

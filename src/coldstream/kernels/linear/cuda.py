@@ -35,8 +35,8 @@ from coldstream.kernels.quant_tensor import QuantTensor
 MAX_MATRICES = 8
 MAX_FLOAT_VALUES = MAX_TILE_ROWS * 4096  # of rows that a matrix of floats meets
 ONE, ROWS, SKINNY = "coldstream::linear_one", "coldstream::linear_rows", "coldstream::linear_skinny"
-FLOATS = "coldstream::linear_floats"
-BY_WALK = {Walk.ONE: ONE, Walk.ROWS: ROWS, Walk.FLOATS: FLOATS}  # of kernels without numbers
+FLOATS, WIDE = "coldstream::linear_floats", "coldstream::linear_wide"
+BY_WALK = {Walk.ONE: ONE, Walk.ROWS: ROWS, Walk.FLOATS: FLOATS, Walk.WIDE: WIDE}  # of kernels without numbers
 PARTS = "coldstream::linear_parts"
 INSTANCES = {
     walk: tuple((slices // count, count) for slices, count in sets.items()) for walk, sets in SETS.items()
@@ -46,6 +46,7 @@ PROGRAM = CudaProgram(
     (
         *(instance_for(kernel, {kind}) for kernel in (ONE, ROWS) for kind in sorted(SKINNY_TYPES)),
         *(instance_for(FLOATS, {kind}) for kind in sorted(PASS_COLS)),
+        *(instance_for(WIDE, {kind}) for kind in sorted(GROUP_TYPES)),
         *(
             instance_for(SKINNY, {kind}, *numbers)
             for numbers in INSTANCES[Walk.TILES]

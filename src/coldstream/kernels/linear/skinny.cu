@@ -16,6 +16,56 @@ __global__ void __launch_bounds__(linear_threads, 3)
   multiply_by_warps<types, 1>(matrices.at[this_matrix(matrices)], x, 0, memory, stage_bytes, stages);
 }
 
+// One row with a few long rows of super-blocks: a block takes a unit, and each of its warps one pass. Only
+// the sums of floats follow one another, by the first warp.
+template <Types types>
+__global__ void __launch_bounds__(linear_threads, 2)
+    linear_wide(const __grid_constant__ LinearMatrices matrices, const __grid_constant__ LinearInputs x,
+                int stage_bytes, int terms_at) {
+  uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared);
+  release_next_grid();
+  const LinearMatrix& matrix = matrices.at[this_matrix(matrices)];
+  const MatrixShape& shape = matrix.shape;
+  const Work work = share_units(matrix, false);
+  const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size,
+            first = work.first_unit * shape.unit_rows;
+  uint32_t* const grids = reinterpret_cast<uint32_t*>(memory);
+  uint8_t* const stages = memory + grid_bytes<types, linear_grid_room>;
+  uint8_t* const own = stages + warp * stage_bytes;
+  const bool has_pass = warp < shape.num_passes;
+  if (has_pass) stage(own, shape, work.data, work.first_unit, warp);
+  commit_copies();
+  keep_grids<types, linear_grid_room>(grids);
+  wait_for_previous_grid();
+  const SharedRow row = shared_row(stages + linear_warps * stage_bytes, x.groups);
+  copy_row(row, x.q, x.scales, x.sums);
+  wait_for_copies<0>();
+  __syncthreads();
+  SuperBlockTerms* const terms = reinterpret_cast<SuperBlockTerms*>(memory + terms_at);
+  const uint64_t from = reinterpret_cast<uint64_t>(work.data) + int64_t(first) * shape.row_bytes;
+  const Staged staged = {own, uint32_t(from) + warp * shape.pass_bytes, shape.stage_stride, shape.row_bytes};
+  const auto multiply_pass = [&](auto weights) {
+    using Weights = decltype(weights);
+    if constexpr (Weights::is_super)
+      terms[threadIdx.x] = terms_of_pass<Weights>(staged, LanePlace(shape, warp, row.groups), row,
+                                                  grid_of<types, Weights, linear_grid_room>(grids));
+  };
+  if (has_pass) with_weights<types>(shape.type, multiply_pass);
+  __syncthreads();
+  if (warp > 0) return;
+  float p = 0.0f;
+  const auto add_passes = [&](auto weights) {
+    for (int pass = 0; pass < shape.num_passes; pass++) {
+      if (!LanePlace(shape, pass, row.groups).exists) continue;
+      p = terms[pass * warp_size + lane].template added_to<decltype(weights)>(p);
+    }
+  };
+  with_weights<types>(shape.type, add_passes);
+  p = sum_up_groups(p, shape.spread);
+  const LaneRow found(shape);
+  if (found.writes && first + found.row < shape.num_rows) matrix.store(0, first + found.row, p);
+}
+
 // Up to eight rows, of which a warp multiplies one after the other with the codes that it has unpacked.
 template <Types types>
 __global__ void __launch_bounds__(linear_threads, 2)

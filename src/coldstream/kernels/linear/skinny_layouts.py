@@ -8,6 +8,7 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.quantised import GROUP_SIZE
 from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.cuda.skinny_shapes import (
+    GROUP_TYPES,
     PART_ROW_BYTES,
     PASS_COLS,
     SLACK_BYTES,
@@ -58,6 +59,7 @@ PART_BLOCKS = {1: 3, 2: 2, 4: 2, 8: 2}  # the same, as in parts.cu
 GRID_ROOM = 32 << 10  # bytes for the copies of a grid, as in skinny.cuh
 PARTIAL_BYTES = WARPS * WARP_SIZE * 16  # accumulators of a slice that warps exchange
 ROW_BYTES = 16  # between quantised rows in shared memory
+TERM_BYTES = 16  # of a lane's super-block, as in products_gemv.cuh
 
 
 Weight = tuple[QuantType, int, int]  # rows and columns
@@ -67,6 +69,7 @@ class Walk(Enum):
     """Which kernel multiplies integer types, and how its blocks walk over weights and rows."""
 
     ONE = auto()  # one row; a warp takes units for itself
+    WIDE = auto()  # one row, and a few long rows of weights; a block takes a unit, and its warps the passes
     ROWS = auto()  # a few, one after the other; the same
     FLOATS = auto()  # a few rows of large matrices of floats alone; a block takes a tile
     TILES = auto()  # tensor cores; a block takes a unit and holds whole rows
@@ -111,7 +114,7 @@ class Layout:
     """How a launch is shared out.
 
     tiles: of each matrix of floats, each with a block; 0 for others, and where warps take rows of weights for
-    themselves. part_rows: rows of activations that a block takes.
+    themselves; of WIDE the units. part_rows: rows of activations that a block takes.
     numbers: the kernel's arguments behind its structures.
     """
 
@@ -221,6 +224,8 @@ def _layout(limits: DeviceLimits, weights: Sequence[Weight], part_rows: int, wal
     group_bytes = row_group_bytes(types, at_once=False, is_lone=walk is Walk.ONE)
     row_bytes = -(-weights[0][2] // GROUP_SIZE) * group_bytes
     if walk is Walk.ONE:
+        if is_wide(limits, types, shapes):
+            return _wide_layout(limits, types, shapes, row_bytes)
         stage_bytes = max(stage_bytes, value_bytes)
         others = grid_bytes(types, GRID_ROOM) + row_bytes + SLACK_BYTES
         plan = plan_ring(limits, WARPS * stage_bytes, others, most)
@@ -240,6 +245,23 @@ def _layout(limits: DeviceLimits, weights: Sequence[Weight], part_rows: int, wal
     plan = plan_ring(limits, max(stage_bytes, own_values), others, most, least_bytes=least)
     sizes = (stage_bytes, rows_at, value_bytes) if walk is Walk.PARTS else (stage_bytes, value_bytes)
     return None if plan is None else Layout(walk, shapes, tiles, part_rows, plan, (*sizes, plan.stages))
+
+
+def is_wide(limits: DeviceLimits, types: Sequence[QuantType], shapes: Sequence[MatrixShape]) -> bool:
+    """Whether one row meets weights of super-blocks that would be one warp of work for a processor."""
+    if not GROUP_TYPES.issuperset(types) or sum(shape.num_units for shape in shapes) > limits.num_processors:
+        return False
+    return 1 < int(shapes[0].num_passes) <= WARPS
+
+
+def _wide_layout(
+    limits: DeviceLimits, types: Sequence[QuantType], shapes: Sequence[MatrixShape], row_bytes: int
+) -> Layout | None:
+    stage_bytes = _most_stage_bytes(shapes, types, floats=False)
+    terms_at = _aligned(grid_bytes(types, GRID_ROOM) + WARPS * stage_bytes + row_bytes + SLACK_BYTES)
+    plan = plan_ring(limits, 0, terms_at + WARPS * WARP_SIZE * TERM_BYTES, 1)
+    units = [shape.num_units for shape in shapes]
+    return None if plan is None else Layout(Walk.WIDE, shapes, units, 1, plan, (stage_bytes, terms_at))
 
 
 def _rows_layout(
