@@ -21,6 +21,7 @@ file, which takes no place on a disk and reads as zeros. With fewer rows its wei
 import argparse
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,12 +59,12 @@ def add_keys(out: gguf.GGUFWriter, prefix: str, keys: Mapping[str, Any]) -> None
         add(f"{prefix}.{key}", value)
 
 
-class FamilyWriter(FullSizeWriter):
+class FamilyWriter(FullSizeWriter, ABC):
     """What the writers of families share; see the base class."""
 
+    @abstractmethod
     def keys(self) -> dict[str, Any]:
         """The model's numbers, without the architecture in front."""
-        raise NotImplementedError
 
     def common_keys(self) -> dict[str, Any]:
         """Those of all families."""
@@ -213,7 +214,8 @@ class Gemma4Writer(FamilyWriter):
         scale[:CODE] *= self.gains[layer]
         self.floats(f"{name}.ffn_gate_inp.scale", scale)
         self.floats(f"{name}.ffn_down_exps.scale", np.ones(s.experts))
-        self.gated_unit(f"{name}.ffn_{{}}_exps.weight", s.expert_ffn, s.experts)
+        self.matrix(f"{name}.ffn_gate_up_exps.weight", s.experts, 2 * s.expert_ffn, s.hidden)
+        self.matrix(f"{name}.ffn_down_exps.weight", s.experts, s.hidden, s.expert_ffn, adds_to_stream=True)
         self.gated_unit(f"{name}.ffn_{{}}.weight", self.dense_size)
 
     def plain_attention(self, name: str, kv_heads: int, size: int, *, projects_values: bool) -> None:

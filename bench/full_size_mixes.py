@@ -112,8 +112,8 @@ MIXES = {
             " and down of four layers in Q6_K: the first ones here",
             (
                 Rule("ssm_alpha ssm_beta", "F32"),
-                Rule("ffn_gate_exps ffn_up_exps", "Q5_K", first(1)),
-                Rule("ffn_gate_exps ffn_up_exps", "Q4_K"),
+                Rule("ffn_gate*_exps ffn_up_exps", "Q5_K", first(1)),
+                Rule("ffn_gate*_exps ffn_up_exps", "Q4_K"),
                 Rule("ffn_down_exps", "Q6_K", first(4)),
                 Rule("ffn_down_exps", "Q5_K"),
                 Rule("*", "Q8_0"),
@@ -126,7 +126,7 @@ MIXES = {
             " them; all else in Q6_K gives that size within 1 %",
             (
                 Rule("ssm_alpha ssm_beta", "F32"),
-                Rule("ffn_gate_exps ffn_up_exps", "IQ2_S"),
+                Rule("ffn_gate*_exps ffn_up_exps", "IQ2_S"),
                 Rule("ffn_down_exps", "IQ3_S"),
                 Rule("*", "Q6_K"),
             ),

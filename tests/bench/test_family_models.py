@@ -158,6 +158,21 @@ def test_gemma_has_as_many_weights_as_published() -> None:
     assert found - 262144 * 2816 == pytest.approx(25.2e9, rel=0.01)
 
 
+@pytest.mark.parametrize("mix", ["Q4_K_M", "UD-IQ3_S"])
+def test_gates_and_ups_of_gemmas_experts_are_one_tensor(mix: str) -> None:
+    """As in published files; ik_llama.cpp reads no others."""
+    tensors = {
+        tensor.name: tensor for tensor in planned("gemma-4-26B-A4B", "--layers", "1", "--mix", mix).tensors
+    }
+    assert {name for name in tensors if "_exps.weight" in name} == {
+        "blk.0.ffn_gate_up_exps.weight",
+        "blk.0.ffn_down_exps.weight",
+    }
+    fused = tensors["blk.0.ffn_gate_up_exps.weight"]
+    assert fused.dims == (128, 2 * 704, 2816)
+    assert fused.qtype == QuantType["Q4_K" if mix == "Q4_K_M" else "IQ2_S"]
+
+
 @pytest.mark.sharded
 def test_flash_next_has_as_many_weights_as_published() -> None:
     name = "Qwen3.8-Flash-Next"

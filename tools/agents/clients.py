@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Client:
+class Client(ABC):
     """A coding agent. `version` is the one that its results are of."""
 
     name: str
@@ -37,17 +38,17 @@ class Client:
     version: str
     executable: str  # in the folder of npm's commands
 
+    @abstractmethod
     def configure(self, site: Site) -> None:
         """Write the files of its configuration below the home folder."""
-        raise NotImplementedError
 
+    @abstractmethod
     def environment(self, site: Site) -> dict[str, str]:
         """What it takes beside the variables of every program."""
-        raise NotImplementedError
 
+    @abstractmethod
     def arguments(self, site: Site, prompt: str, is_first: bool) -> list[str]:
         """The command line of a turn, which begins a conversation or goes on with the last one."""
-        raise NotImplementedError
 
     def run(
         self, bin_folder: Path, site: Site, prompt: str, is_first: bool

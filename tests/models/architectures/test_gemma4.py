@@ -274,6 +274,17 @@ def test_logits_without_numbers_of_layers(model: TinyModel, tmp_path: Path) -> N
     assert np.abs(cpu_logits(path, ids, "f32") - hf_logits(plain, ids).numpy()).max() < 1e-4
 
 
+def test_gates_and_ups_of_experts_may_be_one_tensor(model: TinyModel, tmp_path: Path) -> None:
+    """As in published files."""
+    ids = random_ids(20)
+    expected = cpu_logits(write_model(tmp_path / "apart.gguf", model)[0], ids)
+    for block in range(4):
+        apart = [model.tensors.pop(f"blk.{block}.ffn_{name}_exps.weight") for name in ("gate", "up")]
+        model.tensors[f"blk.{block}.ffn_gate_up_exps.weight"] = np.concatenate(apart, axis=1)
+    found = cpu_logits(write_model(tmp_path / "together.gguf", model)[0], ids)
+    assert np.array_equal(found, expected)
+
+
 def test_every_tensor_is_required(model: TinyModel, spec_of: Callable[[TinyModel], ModelSpec]) -> None:
     """Of a layer with a window also the projection of values, and numbers that other layers have."""
     for name in list(model.tensors):
