@@ -3,8 +3,10 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from coldstream.gguf.tokenizer import marked
 from coldstream.server.output import (
     Content,
     OutputEvent,
@@ -68,6 +70,29 @@ TOOLS: list[dict[str, Any]] = [
 ]
 
 Call = tuple[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class TokenFamily:
+    """A family whose answers are divided by control tokens. source: what its template shows of them."""
+
+    source: str
+    tokens: tuple[str, ...]
+    prompt_end: str = ""
+
+    def as_written(self, text: str) -> str:
+        """Text in which control tokens are marked; those behind § are plain text."""
+        pattern = rf"(§?)({'|'.join(map(re.escape, self.tokens))})"
+        return re.sub(pattern, lambda match: match[2] if match[1] else marked(match[2]), text)
+
+    def events_of(
+        self, text: str | Iterable[str], *, tools: Any = TOOLS, prompt_end: str | None = None, **more: Any
+    ) -> list[OutputEvent]:
+        """All events of an answer that comes in pieces; a string is one piece a character."""
+        prompt_end = self.prompt_end if prompt_end is None else prompt_end
+        parser = output_parser(self.source, tools, is_thinking=False, prompt_end=prompt_end, **more)
+        pieces = self.as_written(text) if isinstance(text, str) else text
+        return [*(event for piece in pieces for event in parser.push(piece)), *parser.finish()]
 
 
 def rendered(family: str, name: str, arguments: Mapping[str, Any]) -> str:
@@ -143,6 +168,11 @@ def calls_of(events: Sequence[OutputEvent]) -> list[Call]:
             case ToolCallEnd(index):
                 ended.append(index)
     return [(names[index], json.loads(texts[index])) for index in ended]
+
+
+def summary(events: Sequence[OutputEvent]) -> tuple[str, str, list[Call]]:
+    """The reasoning, the content and the complete calls."""
+    return reasoning_of(events), content_of(events), calls_of(events)
 
 
 def truncated_calls_of(events: Sequence[OutputEvent]) -> list[str]:

@@ -2,8 +2,6 @@
 
 import json
 import random
-import re
-from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -14,21 +12,21 @@ from hypothesis import strategies as st
 from coldstream.engine.grammar_source import grammar_source
 from coldstream.engine.regular_languages import byte_matcher
 from coldstream.errors import InvalidRequestError
-from coldstream.gguf.tokenizer import MARKS, marked
+from coldstream.gguf.tokenizer import MARKS
 from coldstream.server.output import (
-    OutputEvent,
     forced_calls,
     marks_control_tokens,
-    output_parser,
     thought_after,
 )
 from output_samples import (
     TOOLS,
+    TokenFamily,
     calls_of,
     content_of,
     is_matched_with_tokens,
     joined,
     reasoning_of,
+    summary,
     truncated_calls_of,
 )
 from schema_samples import Schemas, walked
@@ -36,23 +34,8 @@ from schema_samples import Schemas, walked
 SOURCE = "{{ '<|turn>model\\n' }}{{ '<|channel>thought\\n<channel|>' }}{{ '<|tool_call>call:' }}"
 TOKENS = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "<|turn>", "<turn|>")
 QUOTE = '<|"|>'
-
-
-def as_written(text: str) -> str:
-    """Text in which control tokens are marked; those behind § are plain text."""
-    pattern = rf"(§?)({'|'.join(map(re.escape, TOKENS))})"
-    return re.sub(pattern, lambda match: match[2] if match[1] else marked(match[2]), text)
-
-
-def events_of(text: str | Iterable[str], *, tools: Any = TOOLS, **more: Any) -> list[OutputEvent]:
-    """All events of an answer that comes in pieces; a string is one piece a character."""
-    parser = output_parser(SOURCE, tools, is_thinking=False, **more)
-    pieces = as_written(text) if isinstance(text, str) else text
-    return [*(event for piece in pieces for event in parser.push(piece)), *parser.finish()]
-
-
-def summary(events: list[OutputEvent]) -> tuple[str, str, Any]:
-    return reasoning_of(events), content_of(events), calls_of(events)
+FAMILY = TokenFamily(SOURCE, TOKENS)
+as_written, events_of = FAMILY.as_written, FAMILY.events_of
 
 
 def value_of(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -27,11 +26,13 @@ from coldstream.server.output import (
 )
 from output_samples import (
     TOOLS,
+    TokenFamily,
     calls_of,
     content_of,
     is_matched_with_tokens,
     joined,
     reasoning_of,
+    summary,
     truncated_calls_of,
 )
 
@@ -39,32 +40,10 @@ SOURCE = "{{ '<|start|>system<|message|>' }}{{ '<|start|>assistant<|channel|>fin
 TOKENS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>")
 WRITE: Any = ("write_file", {"path": "/a b.py", "content": "<|end|> {}\n", "mode": 5})
 CALL = f"<|channel|>commentary to=functions.write_file <|constrain|>json<|message|>{json.dumps(WRITE[1])}"
-
-
-def as_written(text: str) -> str:
-    """Text in which control tokens are marked; those behind § are plain text."""
-    return re.sub(rf"(§?)({'|'.join(map(re.escape, TOKENS))})", _token, text)
-
-
-def _token(match: re.Match[str]) -> str:
-    return match[2] if match[1] else marked(match[2])
-
-
 # Arguments hold the spelling of a token, as text.
 CALL_TEXT = CALL.replace("<|end|>", "§<|end|>")
-
-
-def events_of(
-    text: str | Iterable[str], *, tools: Any = TOOLS, prompt_end: str = "<|start|>assistant", **more: Any
-) -> list[OutputEvent]:
-    """All events of an answer that comes in pieces; a string is one piece a character."""
-    parser = output_parser(SOURCE, tools, is_thinking=False, prompt_end=prompt_end, **more)
-    pieces = as_written(text) if isinstance(text, str) else text
-    return [*(event for piece in pieces for event in parser.push(piece)), *parser.finish()]
-
-
-def summary(events: list[OutputEvent]) -> tuple[str, str, Any]:
-    return reasoning_of(events), content_of(events), calls_of(events)
+FAMILY = TokenFamily(SOURCE, TOKENS, prompt_end="<|start|>assistant")
+as_written, events_of = FAMILY.as_written, FAMILY.events_of
 
 
 def test_thought_preamble_call_and_answer() -> None:
