@@ -1,14 +1,18 @@
-"""What the tests of each family of models ask of llama.cpp, of the CPU and of a GPU."""
+"""What the tests of each family of models ask of its files, of llama.cpp, of the CPU and of a GPU."""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 from cuda_runner_cases import open_cuda
 
 from bench.peers.agreement import CLEAR_GAP
 from bench.runners import open_cpu_runner
+from builders import TinyModel
+from coldstream.errors import InconsistentError
+from coldstream.models import ModelSpec
 from gguf import GGMLQuantizationType as Type
 from hf_models import VOCAB_SIZE
 from tools import llama_cpp
@@ -18,6 +22,27 @@ K_TYPES = {"": Type.Q4_K, "ffn_down_exps": Type.Q6_K, "output": Type.Q6_K}
 # Times the distance of logits by an i16 cache that was measured with the demo model: a difference grows more
 # from layer to layer with random weights. Measured: 2.0 with qwen3moe and 0.3 with qwen3next.
 LARGEST_FACTOR = 3
+
+
+def set_key(model: TinyModel, name: str, value: object) -> TinyModel:
+    """The model, with a value of a key of its family; None takes the key away."""
+    key = f"{model.arch}.{name}"
+    if value is None:
+        del model.metadata[key]
+    else:
+        model.metadata[key] = value
+    return model
+
+
+def check_every_tensor_is_required(model: TinyModel, spec_of: Callable[[TinyModel], ModelSpec]) -> None:
+    """But the head: without it, it is the embedding."""
+    for name in [name for name in model.tensors if name != "output.weight"]:
+        values = model.tensors.pop(name)
+        # Of two layouts of DeltaNet layers, that of today is asked for.
+        missing = name.replace("ssm_in", "attn_qkv").replace(".", r"\.")
+        with pytest.raises(InconsistentError, match=f"{missing}.* is missing"):
+            spec_of(model)
+        model.tensors[name] = values
 
 
 def random_ids(count: int) -> list[int]:

@@ -11,9 +11,11 @@ import torch
 from family_cases import (
     assert_chooses_like_llama_cpp,
     assert_gpu_equals,
+    check_every_tensor_is_required,
     cpu_logits,
     gpu_logits,
     random_ids,
+    set_key,
 )
 from transformers import PreTrainedModel
 
@@ -287,11 +289,7 @@ def test_gates_and_ups_of_experts_may_be_one_tensor(model: TinyModel, tmp_path: 
 
 def test_every_tensor_is_required(model: TinyModel, spec_of: Callable[[TinyModel], ModelSpec]) -> None:
     """Of a layer with a window also the projection of values, and numbers that other layers have."""
-    for name in list(model.tensors):
-        values = model.tensors.pop(name)
-        with pytest.raises(InconsistentError, match=name.replace(".", r"\.") + ".* is missing"):
-            spec_of(model)
-        model.tensors[name] = values
+    check_every_tensor_is_required(model, spec_of)
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, np.nan, np.inf])
@@ -330,10 +328,5 @@ def test_what_a_key_says_is_computed_or_refused(
     kind: type[Exception],
     message: str,
 ) -> None:
-    name = f"gemma4.{key}"
-    if value is None:
-        del model.metadata[name]
-    else:
-        model.metadata[name] = value
     with pytest.raises(kind, match=message):
-        spec_of(model)
+        spec_of(set_key(model, key, value))

@@ -11,9 +11,11 @@ import torch
 from family_cases import (
     assert_chooses_like_llama_cpp,
     assert_gpu_equals,
+    check_every_tensor_is_required,
     cpu_logits,
     gpu_logits,
     random_ids,
+    set_key,
 )
 
 from builders import TinyModel, read_model
@@ -181,13 +183,7 @@ def test_the_spec_of_a_file(model: TinyModel, spec_of: Callable[[TinyModel], Mod
 
 
 def test_every_tensor_is_required(model: TinyModel, spec_of: Callable[[TinyModel], ModelSpec]) -> None:
-    for name in list(model.tensors):
-        if name == "output.weight":
-            continue  # without it the output is tied
-        values = model.tensors.pop(name)
-        with pytest.raises(InconsistentError, match=name.replace(".", r"\.") + ".* is missing"):
-            spec_of(model)
-        model.tensors[name] = values
+    check_every_tensor_is_required(model, spec_of)
 
 
 @pytest.mark.parametrize(
@@ -211,10 +207,5 @@ def test_what_a_key_says_is_computed_or_refused(
     kind: type[Exception],
     message: str,
 ) -> None:
-    name = f"gpt-oss.{key}"
-    if value is None:
-        del model.metadata[name]
-    else:
-        model.metadata[name] = value
     with pytest.raises(kind, match=message):
-        spec_of(model)
+        spec_of(set_key(model, key, value))

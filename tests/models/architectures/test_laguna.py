@@ -11,9 +11,11 @@ import torch
 from family_cases import (
     assert_chooses_like_llama_cpp,
     assert_gpu_equals,
+    check_every_tensor_is_required,
     cpu_logits,
     gpu_logits,
     random_ids,
+    set_key,
 )
 
 from builders import SMALL, TinyModel, make_model
@@ -216,15 +218,16 @@ def test_the_kind_of_a_gate_is_that_of_its_tensor(spec_of: Callable[[TinyModel],
         spec_of(model)
 
 
+def test_a_file_may_say_nothing_of_its_router(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
+    model = make_model("laguna", dims=SMALL, quant="F32", tokenizer=False)
+    for name in ("expert_gating_func", "expert_weights_norm", "expert_weights_scale"):
+        set_key(model, name, None)
+    assert spec_of(model).moe.router == RouterSpec(gating="sigmoid", selection_bias=True)
+
+
 def test_every_tensor_is_required(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
-    names = make_model("laguna", dims=SMALL, quant="F32", tokenizer=False).tensors
-    for name in names:
-        if name == "output.weight":
-            continue  # without it the output is tied
-        model = make_model("laguna", dims=SMALL, quant="F32", tokenizer=False)
-        del model.tensors[name]
-        with pytest.raises(InconsistentError, match=name.replace(".", r"\.") + ".* is missing"):
-            spec_of(model)
+    model = make_model("laguna", dims=SMALL, quant="F32", tokenizer=False)
+    check_every_tensor_is_required(model, spec_of)
 
 
 @pytest.mark.parametrize(
@@ -242,9 +245,5 @@ def test_keys_that_are_refused(
     key: str, value: Any, kind: type, message: str, spec_of: Callable[[TinyModel], ModelSpec]
 ) -> None:
     model = make_model("laguna", dims=SMALL, quant="F32", tokenizer=False)
-    if value is None:
-        del model.metadata[f"laguna.{key}"]
-    else:
-        model.metadata[f"laguna.{key}"] = value
     with pytest.raises(kind, match=rf"laguna\.{key}.*{message}"):
-        spec_of(model)
+        spec_of(set_key(model, key, value))

@@ -10,6 +10,7 @@ from family_cases import (
     K_TYPES,
     assert_chooses_like_llama_cpp,
     assert_gpu_equals,
+    check_every_tensor_is_required,
     cpu_logits,
     gpu_logits,
     random_ids,
@@ -133,13 +134,7 @@ def test_the_spec_of_a_file(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
 
 
 def test_every_tensor_is_required(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
-    for name in tiny().tensors:
-        if name == "output.weight":
-            continue  # without it the output is tied
-        model = tiny()
-        del model.tensors[name]
-        with pytest.raises(InconsistentError, match=name.replace(".", r"\.") + ".* is missing"):
-            spec_of(model)
+    check_every_tensor_is_required(tiny(), spec_of)
 
 
 def test_a_query_with_a_gate_has_another_shape(spec_of: Callable[[TinyModel], ModelSpec]) -> None:

@@ -10,6 +10,7 @@ from family_cases import (
     K_TYPES,
     assert_chooses_like_llama_cpp,
     assert_gpu_equals,
+    check_every_tensor_is_required,
     cpu_logits,
     gpu_logits,
     random_ids,
@@ -178,14 +179,7 @@ def test_the_spec_of_a_file(ssm_in: bool, spec_of: Callable[[TinyModel], ModelSp
 @pytest.mark.sharded(of="models on the CPU")
 @BY_KEY_HEAD
 def test_every_tensor_is_required(ssm_in: bool, spec_of: Callable[[TinyModel], ModelSpec]) -> None:
-    for name in tiny(ssm_in=ssm_in).tensors:
-        if name == "output.weight":
-            continue  # without it the output is tied
-        model = tiny(ssm_in=ssm_in)
-        del model.tensors[name]
-        missing = name.replace("ssm_in", "attn_qkv")  # the layout of today is the one that is asked for
-        with pytest.raises(InconsistentError, match=missing.replace(".", r"\.") + ".* is missing"):
-            spec_of(model)
+    check_every_tensor_is_required(tiny(ssm_in=ssm_in), spec_of)
 
 
 def test_both_layouts_at_once(spec_of: Callable[[TinyModel], ModelSpec]) -> None:

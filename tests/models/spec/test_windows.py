@@ -89,6 +89,11 @@ def test_layers_with_a_window_rotate_in_their_own_way(read: Read) -> None:
     assert {spec.rope for spec in without_windows} == {plain}
 
 
+def test_layers_with_a_window_turn_as_many_dimensions_unless_a_key_says_otherwise(read: Read) -> None:
+    specs = read({WINDOW: 7, BASE: 1e4, "rope.dimension_count": 4}, windows=FULL_FIRST)
+    assert [spec.rope for spec in specs] == [RopeSpec(4, 1e7), *[RopeSpec(4, 1e4)] * 3]
+
+
 def test_a_scaling_counts_for_windows_where_the_family_says_so(read: Read) -> None:
     stretched = WindowPattern(period=2, is_full_first=False, is_scaled=True)
     specs = read({WINDOW: 7, **YARN}, windows=stretched)
