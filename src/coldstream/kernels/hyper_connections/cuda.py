@@ -13,7 +13,7 @@ from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import Argument, CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.ops import ExpertOutputs
-from coldstream.kernels.rms_norm.cuda import SHARED_KINDS, Norm, NormOutputs, sum_of_experts
+from coldstream.kernels.rms_norm.cuda import SHARED_KINDS, Norm, norm_outputs, sum_of_experts
 
 INJECT, SCALED_SILU, MIX = "inject_norm_rows", "scaled_silu_rows<{}>", "mix_stream_rows"
 NORM = "norm_stream_rows"
@@ -89,7 +89,7 @@ def inject_norm_cuda(
     PROGRAM.kernel(kernel).launch(
         grid,
         threads,
-        (work, *args, norm, _outputs(out, quantized)),
+        (work, *args, norm, norm_outputs(rows, width, out, quantized)),
         shared_bytes=shared_bytes,
         overlap=overlaps(rows),
     )
@@ -118,7 +118,7 @@ def norm_streams_cuda(
     PROGRAM.kernel(NORM).launch(
         grid,
         threads,
-        (x, num_streams, width // num_streams, norm, _outputs(out, quantized)),
+        (x, num_streams, width // num_streams, norm, norm_outputs(rows, width, out, quantized)),
         shared_bytes=shared_bytes,
         overlap=overlaps(rows),
     )
@@ -136,7 +136,10 @@ def scaled_silu_cuda(x: DeviceArray, divisor: int, out: DeviceArray, quantized: 
     aligned = cols % 4 == 0 and (x.data_ptr() | out.data_ptr()) % 16 == 0
     grid, threads = _grid(rows, padded)
     PROGRAM.kernel(SCALED_SILU.format(str(aligned).lower())).launch(
-        grid, threads, (x, float(divisor), cols, padded, _outputs(out, quantized)), overlap=overlaps(rows)
+        grid,
+        threads,
+        (x, float(divisor), cols, padded, norm_outputs(rows, cols, out, quantized)),
+        overlap=overlaps(rows),
     )
 
 
@@ -159,7 +162,7 @@ def mix_streams_cuda(
     PROGRAM.kernel(MIX).launch(
         grid,
         threads,
-        (normed, gates, width // size, size, padded, _outputs(out, quantized)),
+        (normed, gates, width // size, size, padded, norm_outputs(rows, size, out, quantized)),
         overlap=overlaps(rows),
     )
 
@@ -179,17 +182,6 @@ def _grid(rows: int, padded: int) -> tuple[tuple[int, int, int], int]:
     groups = padded // GROUP_SIZE
     warps = 1 if rows <= ALONE_ROWS else min(MAX_WARPS, groups)
     return (rows, -(-groups // warps), 1), warps * WARP_SIZE
-
-
-def _outputs(out: DeviceArray, quantized: QuantActivations) -> NormOutputs:
-    if tuple(quantized.q.shape) != (out.shape[0], padded_cols(out.shape[1])):
-        raise ValueError(f"codes of shape {list(quantized.q.shape)} for rows {list(out.shape)}")
-    return NormOutputs(
-        y=out.data_ptr(),
-        q=quantized.q.data_ptr(),
-        scales=quantized.scales.data_ptr(),
-        sums=quantized.sums.data_ptr(),
-    )
 
 
 def _check_streams(num_streams: int, size: int, width: int) -> None:

@@ -134,14 +134,8 @@ __global__ void __launch_bounds__(max_threads)
   wait_for_previous_grid();
   release_next_grid();
   wait.wait(answer);
-  const int64_t token = blockIdx.x, begin = token * streams.size;
-  const Experts experts{routed + begin * num_ranks,
-                        topk_weights + token * num_ranks,
-                        num_ranks,
-                        shared + begin,
-                        shared_gate + token,
-                        wait.is_waiting ? cpu_ids + token * num_ranks : nullptr,
-                        cpu_rows + begin * num_ranks};
+  const Experts experts = experts_of_block(routed, topk_weights, num_ranks, shared, shared_gate,
+                                           wait.is_waiting ? cpu_ids : nullptr, cpu_rows, streams.size);
   const auto at = [&](int i) { return combine_experts<true, kind>(experts, i, streams.size); };
   inject_row(streams, own, at, norm, out);
   wait.end();

@@ -15,7 +15,7 @@ from coldstream.kernels.dequantize.cuda import traits_of
 from coldstream.kernels.experts.wait_answer import Answer, wait_answer_cuda
 from coldstream.kernels.ngram.mailbox import NgramMailbox
 from coldstream.kernels.ops import CommittedPath, NgramHash, NgramState, Rows
-from coldstream.kernels.rms_norm.cuda import NormOutputs
+from coldstream.kernels.rms_norm.cuda import norm_outputs
 
 IDS, GATE, CONV, ADVANCE, COMMIT = (
     "ngram_ids", "ngram_gate_rows", "ngram_conv_rows", "ngram_advance", "ngram_commit",
@@ -97,21 +97,15 @@ def ngram_rows_cuda(box: NgramMailbox, out: DeviceArray, quantized: QuantActivat
     rows, cols = out.shape
     if cols != box.width or rows > len(box.found) or cols % COLS_MULTIPLE:
         raise ValueError(f"rows {[rows, cols]} from a mailbox of {[len(box.found), box.width]}")
-    padded = padded_cols(cols)
-    if tuple(quantized.q.shape) != (rows, padded) or not out.is_contiguous():
-        raise ValueError(f"codes {list(quantized.q.shape)} for rows {[rows, cols]}")
+    if not out.is_contiguous():
+        raise ValueError(f"rows {[rows, cols]} must be contiguous")
+    padded, outputs = padded_cols(cols), norm_outputs(rows, cols, out, quantized)
     grid = rows, -(-padded // GROUP_SIZE // TAKE_WARPS), 1
     answer = Answer()
     if grid[0] * grid[1] <= MOST_WAITING_BLOCKS:
         answer = Answer(done=box.done.data_ptr(), late=box.done[1:].data_ptr())
     else:
         wait_answer_cuda(box.done)
-    outputs = NormOutputs(
-        y=out.data_ptr(),
-        q=quantized.q.data_ptr(),
-        scales=quantized.scales.data_ptr(),
-        sums=quantized.sums.data_ptr(),
-    )
     args = (box.found, box.found.shape[1], cols, padded, answer, outputs)
     kernel = ROWS_PROGRAM.kernel(instance_of(box.quant_type))
     kernel.launch(grid, TAKE_WARPS * 32, args, overlap=overlaps(rows))

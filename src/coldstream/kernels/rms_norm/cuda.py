@@ -79,18 +79,13 @@ def rms_norm_pair_cuda(
     """
     rows, cols = x.shape
     tensors = (x, y, x_weight, y_weight, out)
-    if y.shape != x.shape or tuple(out.shape) != (rows, 2 * cols) or tuple(quantized.q.shape) != out.shape:
+    if y.shape != x.shape or tuple(out.shape) != (rows, 2 * cols):
         raise ValueError(f"norms of rows {tuple(x.shape)} and {tuple(y.shape)} into {tuple(out.shape)}")
     if cols % GROUP_SIZE or any(t.data_ptr() % 16 or not t.is_contiguous() for t in tensors):
         raise ValueError(f"rows of {cols} values must be contiguous whole groups, and start on 16 bytes")
     if x_weight.numel() != cols or y_weight.numel() != cols:
         raise ValueError(f"rows of {cols} values have {x_weight.numel()} and {y_weight.numel()} weights")
-    outputs = NormOutputs(
-        y=out.data_ptr(),
-        q=quantized.q.data_ptr(),
-        scales=quantized.scales.data_ptr(),
-        sums=quantized.sums.data_ptr(),
-    )
+    outputs = norm_outputs(rows, 2 * cols, out, quantized)
     PROGRAM.kernel(PAIR).launch(
         (2 * rows, 1, 1),
         THREADS_ALONE if 2 * rows <= ALONE_ROWS else THREADS_SHARING,
@@ -229,6 +224,21 @@ class PostNorm(ctypes.Structure): ...
 class NormOutputs(ctypes.Structure): ...
 
 
+def norm_outputs(
+    rows: int, cols: int, out: DeviceArray | None, quantized: QuantActivations | None
+) -> NormOutputs:
+    """Where kernels write rows of `cols` values, as floats or quantised. ValueError for codes of others."""
+    outputs = NormOutputs()
+    if out is not None:
+        outputs.y = out.data_ptr()
+    if quantized is not None:
+        if tuple(quantized.q.shape) != (rows, padded_cols(cols)):
+            raise ValueError(f"codes of shape {tuple(quantized.q.shape)} for rows {(rows, cols)}")
+        outputs.q, outputs.scales = quantized.q.data_ptr(), quantized.scales.data_ptr()
+        outputs.sums = quantized.sums.data_ptr()
+    return outputs
+
+
 def _launch(
     kernel: str,
     args: list[Argument],
@@ -241,15 +251,9 @@ def _launch(
 ) -> None:
     rows, cols = tensors[0].shape
     padded = padded_cols(cols)
-    outputs = NormOutputs()
+    outputs = norm_outputs(rows, cols, out, quantized)
     if out is not None:
         tensors = (*tensors, out)
-        outputs.y = out.data_ptr()
-    if quantized is not None:
-        if tuple(quantized.q.shape) != (rows, padded):
-            raise ValueError(f"codes of shape {tuple(quantized.q.shape)} for rows {(rows, cols)}")
-        outputs.q, outputs.scales = quantized.q.data_ptr(), quantized.scales.data_ptr()
-        outputs.sums = quantized.sums.data_ptr()
     # Only x of the plain norm may have a row stride.
     if weight.numel() != cols or not all(t.is_contiguous() for t in tensors[stride != cols :]):
         raise ValueError(f"rows of {cols} values must be contiguous, and have {weight.numel()} weights")

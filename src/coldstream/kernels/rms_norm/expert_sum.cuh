@@ -19,6 +19,22 @@ struct Experts {
   const int* ids = nullptr;     // [ranks]
 };
 
+// Those of the token of a block, blockIdx.x, of what a kernel is given for all tokens. cpu_ids: null if no
+// expert of the token is the CPU's.
+__device__ __forceinline__ Experts experts_of_block(const float* routed, const float* topk_weights,
+                                                    int num_ranks, const float* shared,
+                                                    const float* shared_gate, const int* cpu_ids,
+                                                    const float* cpu_rows, int cols) {
+  const int64_t token = blockIdx.x, begin = token * cols;
+  return {routed + begin * num_ranks,
+          topk_weights + token * num_ranks,
+          num_ranks,
+          shared + begin,
+          shared_gate + token,
+          cpu_ids == nullptr ? nullptr : cpu_ids + token * num_ranks,
+          cpu_rows + begin * num_ranks};
+}
+
 constexpr int ranks_at_once = 8;
 
 // Adds the experts of ranks first … first + 7 that exist, and loads all before it adds the first.

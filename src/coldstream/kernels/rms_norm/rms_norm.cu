@@ -108,15 +108,10 @@ __global__ void __launch_bounds__(max_threads)
   release_next_grid();
   wait.wait(answer);
   const int64_t token = blockIdx.x, begin = token * norm.cols;
-  const Experts experts{routed + begin * num_ranks,
-                        topk_weights + token * num_ranks,
-                        num_ranks,
-                        shared + begin,
-                        shared_gate + token,
-                        wait.is_waiting ? cpu_ids + token * num_ranks : nullptr,
-                        cpu_rows + begin * num_ranks,
-                        bias,
-                        ids + token * num_ranks};
+  Experts experts = experts_of_block(routed, topk_weights, num_ranks, shared, shared_gate,
+                                     wait.is_waiting ? cpu_ids : nullptr, cpu_rows, norm.cols);
+  experts.bias = bias;
+  experts.ids = ids + token * num_ranks;
   for (int i = 4 * threadIdx.x; i < norm.padded; i += 4 * blockDim.x) {
     float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
     if (i < norm.cols) {
@@ -196,14 +191,9 @@ __global__ void __launch_bounds__(max_threads)
   wait_for_previous_grid();
   release_next_grid();
   wait.wait(answer);
-  const int64_t token = blockIdx.x, begin = token * norm.cols;
-  const Experts experts{routed + begin * num_ranks,
-                        topk_weights + token * num_ranks,
-                        num_ranks,
-                        nullptr,
-                        nullptr,
-                        wait.is_waiting ? cpu_ids + token * num_ranks : nullptr,
-                        cpu_rows + begin * num_ranks};
+  const int64_t begin = int64_t(blockIdx.x) * norm.cols;
+  const Experts experts = experts_of_block(routed, topk_weights, num_ranks, shared, shared_gate,
+                                           wait.is_waiting ? cpu_ids : nullptr, cpu_rows, norm.cols);
   const int behind = norm.padded / 4;  // the row of the parallel network
   for (int i = 4 * threadIdx.x; i < norm.padded; i += 4 * blockDim.x) {
     float4 v = {0.0f, 0.0f, 0.0f, 0.0f}, beside = v;

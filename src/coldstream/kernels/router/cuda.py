@@ -12,7 +12,7 @@ from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.experts.partition import Hints, Sharing
 from coldstream.kernels.experts.shapes import MAX_RANKS
 from coldstream.kernels.ops import GATINGS, PLAIN_RULE, ChoiceRule
-from coldstream.kernels.rms_norm.cuda import Norm, NormOutputs
+from coldstream.kernels.rms_norm.cuda import Norm, norm_outputs
 
 MAX_TOKENS = 8  # in the single launch
 MAX_CHOSEN = MAX_RANKS
@@ -138,14 +138,13 @@ class NormBefore:
         has_codes = tuple(self.quantised.q.shape) == (shape[0], padded)
         if not is_whole or not self.is_supported(*shape) or not has_codes:
             raise ValueError(f"rows {tuple(shape)} are not normed in a router's launch")
-        q, scales, sums = self.quantised.q, self.quantised.scales, self.quantised.sums
         return _Norming(
             x=self.x.data_ptr(),
             update=self.update.data_ptr(),
             bias=_address(self.bias),
             sum=self.total.data_ptr(),
             norm=Norm(weight=self.weight.data_ptr(), cols=shape[1], padded=padded, eps=self.eps),
-            out=NormOutputs(y=out.data_ptr(), q=q.data_ptr(), scales=scales.data_ptr(), sums=sums.data_ptr()),
+            out=norm_outputs(shape[0], shape[1], out, self.quantised),
             is_unweighted=self.is_unweighted,
         )
 
