@@ -32,6 +32,7 @@ from bench.full_size_model import FULL_SHAPE, FullSizeWriter
 from bench.results import ROOT, write_result
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.experts.step_rates import StepRates
+from coldstream.kernels.mixer_rates import MixerRates
 from coldstream.models.read_spec import read_spec
 from coldstream.placement.forecast import Known, decode_forecast
 from coldstream.placement.hardware import GpuHardware, Hardware
@@ -122,6 +123,8 @@ def rates_of(row: Row) -> Rates:
     """The rates that a row of plan_forecast.py names, as far as this version has them."""
     names = {each.name for each in fields(Rates)}
     found = {name: _as_tuple(value) for name, value in row["rates"].items() if name in names}
+    if "mixers" in found:
+        found["mixers"] = MixerRates.parsed(found["mixers"])
     if row.get("steps"):
         steps = steps_of(row["steps"], found["num_cores"])
         found["shares"] = KernelShares.of(
@@ -162,7 +165,8 @@ def machine_with(rates: Rates, machine: Row, steps: StepRates | None = None) -> 
         )
     cores, ram = rates.num_cores, 128 * GIB
     by_type = rates.product_values_per_s
-    return Hardware(machine["cpu"], (), cores, cores, ram, ram, rates.read_bytes_per_s, gpu, None, by_type)
+    read, mixers = rates.read_bytes_per_s, rates.mixers
+    return Hardware(machine["cpu"], (), cores, cores, ram, ram, read, gpu, None, by_type, mixers=mixers)
 
 
 def planned_again(path: Path, result: Row, row: Row, work: Work) -> Planned:

@@ -39,7 +39,8 @@ from coldstream.kernels.experts.gpu_rates import (
 )
 from coldstream.kernels.experts.shapes import MEASURED_TYPE
 from coldstream.kernels.experts.step_rates import StepRates
-from coldstream.kernels.linear.cpu_rates import measure_product_rates, measure_row_rate
+from coldstream.kernels.linear.cpu_rates import RowProduct, measure_product_rates
+from coldstream.kernels.mixer_rates import measure_mixer_rates
 from coldstream.placement.forecast import Known, decode_forecast
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.hit_rates import PUBLISHED
@@ -76,7 +77,9 @@ def machine_rates(clock: Clock, hardware: Hardware) -> Hardware:
     threads = hardware.num_physical_cores
     link = clock.timed("reading, and the bus", lambda: measure_link(threads, hardware.reader_bytes))
     products = clock.timed("products of types", lambda: measure_product_rates(threads))
-    row_rate = clock.timed("a row", lambda: measure_row_rate(threads, hardware.reader_bytes))
+    row = clock.timed("weights in RAM", lambda: RowProduct(threads, hardware.reader_bytes))
+    row_rate = clock.timed("a row", row.bytes_per_s)
+    mixers = clock.timed("what is between products", lambda: measure_mixer_rates(threads, row.run))
     handshake_s = clock.timed("handshake", lambda: min(measure_handshake(threads) for _ in range(3)))
     experts = clock.timed("experts", lambda: measure_expert_rates(threads, hardware.reader_bytes))
     steps = [
@@ -102,6 +105,7 @@ def machine_rates(clock: Clock, hardware: Hardware) -> Hardware:
         read_bytes_per_s=max(link.windows),
         product_values_per_s=products,
         row_bytes_per_s=row_rate,
+        mixers=mixers,
         gpu=gpu,
     )
 

@@ -242,7 +242,7 @@ def test_rates_are_named_with_their_date_and_measured_again_on_request(
     assert code == 0
     assert re.search(
         r"measured \d{4}-\d\d-\d\d \d\d:\d\d UTC, today: RAM [\d.e+]+ GB/s, products of one row "
-        r"[\d.e+]+ GB/s; --measure does",
+        r"[\d.e+]+ GB/s, attention of one row [\d.e+]+ GB/s; --measure does",
         error,
     )
     assert "under load" not in error

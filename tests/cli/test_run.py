@@ -374,7 +374,8 @@ def test_ctrl_c_while_the_machine_is_measured_leaves_nothing_half_done(
 
     monkeypatch.setattr(cli_run, "open_model", opened)
     monkeypatch.setattr(machine, "measure_product_rates", lambda threads: ((1e9,) * 3,) * len(QuantType))
-    monkeypatch.setattr(machine, "measure_row_rate", lambda threads, num_bytes: 1e10)
+    row = SimpleNamespace(bytes_per_s=lambda: 1e10, run=lambda: None)
+    monkeypatch.setattr(machine, "RowProduct", lambda threads, num_bytes: row)
     clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=interrupt)
     module, name, found = {
         "reading": (memory_readers, "time", clock),

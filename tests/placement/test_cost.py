@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.full_size_forecast import FULL_SIZES
+from coldstream.kernels.mixer_rates import MixerRates
 from coldstream.placement import cost
 from coldstream.placement.cost import (
     decode_seconds,
@@ -42,6 +43,7 @@ H200 = Rates(
     handshake_s=6e-6,
     disk_bytes_per_s=2e9,
 )
+MIXERS = MixerRates(2e-6, 6e9, 6e10, 3e10, 1e10, 2e10)
 FIXED = FixedPart(16384, "f16", 8192, FULL_SIZES.dense_bytes, GIB // 2, GIB)
 MEASURED_PREFILL = {168: 8179, 512: 16036, 2048: 25690, 8192: 27719}  # streaming_shared.json
 
@@ -256,11 +258,12 @@ def test_the_ceilings_are_bytes_over_bandwidth() -> None:
 def test_what_was_not_measured_is_named() -> None:
     bare = Hardware("a CPU", ("avx2",), 4, 4, 2**34, 2**33)
     guessed = Rates.of(bare)
-    assert len(guessed.assumed) == 7
+    assert len(guessed.assumed) == 8
     assert guessed.describe_assumed(["link_bytes_per_s", "handshake_s"]) == "link 24 GB/s, handshake 10 µs"
     gpu = GpuHardware("a GPU", "1.0", 2**33, 2**33, 1e12, 2e14, 2.5e10, 2e10, 3e10, 7e-6)
     known = Rates.of(
-        replace(bare, read_bytes_per_s=5e10, row_bytes_per_s=4e10, gpu=gpu), disk_bytes_per_s=3e9
+        replace(bare, read_bytes_per_s=5e10, row_bytes_per_s=4e10, mixers=MIXERS, gpu=gpu),
+        disk_bytes_per_s=3e9,
     )
     assert known.assumed == ()
     assert known.describe_assumed(["link_bytes_per_s"]) == ""

@@ -90,10 +90,10 @@ def test_with_room_for_all_nothing_comes_from_the_disk() -> None:
 def test_a_plan_for_ram_is_measured_by_the_rates_that_it_uses() -> None:
     cold = replace(PLACEMENT, tier="ram")
     assert not cold.is_all_resident
-    assert rates_used(cold) == ("read_bytes_per_s", "row_bytes_per_s", "disk_bytes_per_s")
+    assert rates_used(cold) == ("read_bytes_per_s", "row_bytes_per_s", "mixers", "disk_bytes_per_s")
     whole = plan_placement(FULL_SIZES, FIXED, FIXED.total + 40 * GIB)
     assert whole.is_all_resident
-    assert rates_used(replace(whole, tier="ram")) == ("read_bytes_per_s", "row_bytes_per_s")
+    assert rates_used(replace(whole, tier="ram")) == ("read_bytes_per_s", "row_bytes_per_s", "mixers")
     assert set(rates_used(whole)) == {"vram_bytes_per_s", "product_ops_per_s"}
     assert set(rates_used(PLACEMENT)) - set(rates_used(whole)) == {
         "read_bytes_per_s",

@@ -12,22 +12,25 @@ from test_cost import H200
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.experts.shapes import EXPERT_ROWS, MEASURED_TYPE
 from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS
+from coldstream.kernels.mixer_rates import MixerRates
 from coldstream.placement.cost import (
-    CPU_LAYER_S,
+    CPU_LAYER_OPS,
     DENSE_LAUNCHES,
     EXPERT_LAUNCHES,
     ROW_BUS_BYTES,
     ExpertRates,
     decode_seconds,
     decode_seconds_on_cpu,
+    miss_times,
     miss_times_of,
     rates_of_experts,
 )
+from coldstream.placement.forecast import decode_ceiling, prefill_ceiling
 from coldstream.placement.gpu_types import GPU_TIMES
 from coldstream.placement.hardware import Hardware
-from coldstream.placement.prompt_cost import prefill_seconds, prefill_seconds_on_cpu
+from coldstream.placement.prompt_cost import CPU_ROW_OPS, prefill_seconds, prefill_seconds_on_cpu
 from coldstream.placement.rates import CPU_SHARE, Rates
-from coldstream.placement.sizes import ModelSizes, Products
+from coldstream.placement.sizes import ModelSizes, Products, WindowedLayers
 
 LAYERS, EXPERTS, CHOSEN = 3, 8, 2
 EXPERT_VALUES, DENSE_VALUES = 3 * 2**20, 2**24
@@ -62,7 +65,8 @@ def rates_with(**per_s: float) -> Rates:
 
 def decode(model: ModelSizes, rates: Rates) -> float:
     """Seconds of a token's weights, all in RAM."""
-    return decode_seconds_on_cpu(model, rates, (1.0,) * LAYERS) - LAYERS * CPU_LAYER_S
+    between = LAYERS * CPU_LAYER_OPS * rates.mixer_rates.op_s
+    return decode_seconds_on_cpu(model, rates, (1.0,) * LAYERS) - between
 
 
 def test_a_small_type_with_many_instructions_is_as_slow_as_they_are() -> None:
@@ -252,3 +256,75 @@ def test_weights_in_ram_take_a_cpu_what_products_were_measured_to_reach(share: f
     model = model_of(QuantType.Q8_0, QuantType.Q8_0)
     seconds = [decode(model, replace(rates, product_values_per_s=fast)) for rates in (measured, assumed)]
     assert seconds[0] / seconds[1] == pytest.approx(CPU_SHARE / share, rel=1e-3)
+
+
+MIXERS = MixerRates(2e-6, 6e9, 6e10, 3e10, 1e10, 2e10)
+FREE = MixerRates(1e-30, *(1e30,) * 5)
+BETWEEN = replace(
+    model_of(QuantType.Q8_0, QuantType.Q4_K),
+    kv_token_bytes=1000,
+    state_bytes=4000,
+    attention_width=512,
+    hidden_size=64,
+    windows=(WindowedLayers(100, 256, 0.5),),
+)
+
+
+def test_a_text_on_a_cpu_takes_time_for_its_keys_and_for_the_heads_that_meet_them() -> None:
+    machine = rates_with()
+
+    def seconds(mixers: MixerRates, context: int) -> float:
+        rates = replace(machine, mixers=mixers)
+        return decode_seconds_on_cpu(BETWEEN, rates, (1.0,) * LAYERS, context)
+
+    keys, elements = (1000 + 100) / 2 * 1000, 1000.5 * 256 + 100 * 256
+    expected = keys / MIXERS.cached_bytes_per_s + elements / MIXERS.row_pairs_per_s
+    expected += LAYERS * CPU_LAYER_OPS * MIXERS.op_s
+    assert seconds(MIXERS, 1000) - seconds(FREE, 1000) == pytest.approx(expected, rel=1e-2)
+
+
+def test_a_prompt_on_a_cpu_takes_time_between_products() -> None:
+    machine = rates_with()
+
+    def seconds(mixers: MixerRates) -> float:
+        resident = np.ones((LAYERS, EXPERTS), np.bool_)
+        return prefill_seconds_on_cpu(BETWEEN, replace(machine, mixers=mixers), resident, None, 80, 80)
+
+    pairs = BETWEEN.attention_elements(0, 80) / MIXERS.pairs_per_s
+    states = 80 * 1000 / MIXERS.state_values_per_s
+    values = 80 * LAYERS * 64 * (CPU_ROW_OPS + CHOSEN) / MIXERS.row_values_per_s
+    slow = replace(machine, product_values_per_s=((1e9,) * 3,) * len(QuantType))
+    machine = slow  # so that products, and not bytes, bound it
+    assert seconds(MIXERS) - seconds(FREE) == pytest.approx(pairs + states + values, rel=1e-6)
+
+
+def test_a_prompt_on_a_cpu_has_one_row_that_meets_the_head() -> None:
+    whole = model_of(QuantType.Q8_0, QuantType.Q4_K)
+    with_head = replace(whole, head=replace(whole.dense_products[0], num_values=DENSE_VALUES // 2))
+    slow = replace(H200, mixers=FREE, product_values_per_s=((1e9,) * 3,) * len(QuantType))
+    resident = np.ones((LAYERS, EXPERTS), np.bool_)
+    each, last = (prefill_seconds_on_cpu(of, slow, resident, None, 80, 80) for of in (whole, with_head))
+    assert each - last == pytest.approx(79 * DENSE_VALUES / 2 / 1e9)
+
+
+def test_the_network_of_a_dense_layer_takes_the_measured_products_of_its_types() -> None:
+    """Of the 27B on 16 cores, 16, 32 and 64 rows took 4.5, 5.9 and 8.0 ms (docs/notes/dense-layers.md)."""
+    network = products(QuantType.Q4_K, 287_800_000 // 256 * 256)
+    machine = replace(H200, product_values_per_s=((2.7e11, 9.26e11, 2.13e12),) * len(QuantType))
+    times = miss_times(network.num_bytes, machine, is_layer=True, products=(network,))
+    for rows, measured_s in ((16, 4.5e-3), (32, 5.9e-3), (64, 8.0e-3)):
+        assert 1e-9 * times.cpu[rows - 1] == pytest.approx(measured_s, rel=0.1)
+
+
+def test_no_forecast_of_a_cpu_is_beyond_what_was_seen_of_it() -> None:
+    """Also where a product reads faster than the loop that only reads, and where the head is most of it."""
+    whole = model_of(QuantType.Q8_0, QuantType.Q4_K)
+    model = replace(whole, head=replace(whole.dense_products[0], num_values=DENSE_VALUES * 9 // 10))
+    machine = rates_with(Q8_0=4e11, Q4_K=3e11)
+    machine = replace(machine, mixers=FREE, row_bytes_per_s=2 * machine.read_bytes_per_s)
+    machine = replace(machine, product_values_per_s=tuple((2e11, 3e11, 4e11) for _ in QuantType))
+    resident, rates = np.ones((LAYERS, EXPERTS), np.bool_), (1.0,) * LAYERS
+    decode_s = decode_seconds_on_cpu(model, machine, rates)
+    assert 1 / decode_s <= decode_ceiling(model, machine, rates, "ram")
+    prompt_s = prefill_seconds_on_cpu(model, machine, resident, None, 512, 512)
+    assert 512 / prompt_s <= prefill_ceiling(model, machine, resident, None, 512, 512, "ram")

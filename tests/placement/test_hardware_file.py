@@ -10,6 +10,7 @@ import pytest
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.experts.step_rates import StepRates
+from coldstream.kernels.mixer_rates import MixerRates
 from coldstream.placement.conditions import Conditions
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.hardware_file import (
@@ -39,6 +40,7 @@ MACHINE = replace(
     measured_at="2026-01-02 03:04 UTC",
     product_values_per_s=PRODUCTS,
     row_bytes_per_s=4e10,
+    mixers=MixerRates(2e-6, 6e9, 6e10, 3e10, 1e10, 1e10),
     conditions=Conditions(8, 4.5, None, 0.3, 0.4, 2),
 )
 
@@ -56,6 +58,7 @@ def test_rates_come_back_and_what_is_free_stays_of_today(tmp_path: Path, gpu: Gp
         read_bytes_per_s=5e10,
         product_values_per_s=PRODUCTS,
         row_bytes_per_s=4e10,
+        mixers=MACHINE.mixers,
         gpu=gpu and replace(gpu, free_bytes=2**33),
         measured_at=MACHINE.measured_at,
         conditions=MACHINE.conditions,

@@ -50,7 +50,7 @@ def test_without_a_budget_what_is_free_may_be_used_but_for_a_part_of_ram(make: M
     for planned in (on_gpu, on_cpu):
         assert planned.plan.is_all_resident
         assert planned.config.ctx_size == planned.plan.fixed.ctx_size == 4096 < DEFAULT_CTX_SIZE
-    assert on_gpu.known.rates.assumed == ("disk_bytes_per_s", "row_bytes_per_s")
+    assert on_gpu.known.rates.assumed == ("disk_bytes_per_s", "row_bytes_per_s", "mixers")
 
 
 def test_a_default_context_leaves_room_for_experts(make: Make) -> None:

@@ -32,9 +32,10 @@ EXPERT_LAUNCHES: Final = 2  # per layer: gate and up, down
 DENSE_LAUNCHES: Final = 2  # per layer that multiply other weights: the mixer's inputs and its output
 JOIN_LAUNCHES: Final = 0.3667  # per layer that may miss: sharing its experts out, and polling for an answer
 KV_SHARE: Final = 0.45  # of a copy's rate in GPU memory: attention of one row
-LAYER_PRODUCT_SHARE: Final = 0.3  # of the rate at which cores multiply: an FFN that all cores share
 DISK_WAIT_S: Final = 4.5e-4  # per layer that misses: waking readers, and the disk's latency
-CPU_LAYER_S: Final = 6e-5  # per layer, independent of bytes
+# Operations of a layer on a CPU that all threads begin and end together: the mixer, what is before and behind
+# it, the router, the experts, and three of the shared expert.
+CPU_LAYER_OPS: Final = 8
 # Bytes a second of MEASURED_TYPE that kernels of one row ask for over the bus, unless more were measured.
 # They ask as fast as they multiply, so that types of more instructions, and of fewer bytes, leave some of it.
 ROW_BUS_BYTES: Final = 4.4e10
@@ -83,22 +84,26 @@ def _shares_of_bus(most_misses: int, expert_bytes: int, rates: Rates) -> tuple[i
     return miss_times(expert_bytes, rates).by_misses(most_misses)
 
 
-def miss_times(expert_bytes: int, rates: Rates, *, is_layer: bool = False) -> MissTimes:
+def miss_times(
+    expert_bytes: int, rates: Rates, *, is_layer: bool = False, products: Sequence[Products] = ()
+) -> MissTimes:
     """How long the CPU and the bus take for a missing expert. A step's missing experts are shared by these
     times.
 
-    is_layer: whether the expert is the FFN of a dense layer, which the copy engine copies.
+    is_layer: whether the expert is the FFN of a dense layer, which the copy engine copies. products: of such
+    a layer.
     """
     alone, beside = _misses_per_s(rates), _misses_per_s(rates, beside_link=True)
     bus_alone, bus_beside = _row_bus_per_s(rates), _row_bus_per_s(rates, beside_cpu=True)
     staged = staged_per_s(rates)
-    products = expert_seconds(expert_bytes, rates)
     if is_layer:
         bus_alone = bus_beside = staged = rates.link_bytes_per_s  # the CPU does not read at full speed
-        products = _assumed_seconds(expert_bytes, LAYER_PRODUCT_SHARE * rates.cpu_bytes_per_s)
+        by_rows = _layer_product_seconds(expert_bytes, products, rates)
+    else:
+        by_rows = expert_seconds(expert_bytes, rates)
     return MissTimes(
         _nanoseconds(expert_bytes / staged),
-        tuple(_nanoseconds(max(expert_bytes / beside, seconds)) for seconds in products),
+        tuple(_nanoseconds(max(expert_bytes / beside, seconds)) for seconds in by_rows),
         round(1e9 * rates.answer_s),
         _share(bus_beside, bus_alone),
         _share(beside, alone),
@@ -110,7 +115,8 @@ def miss_times_of(model: ModelSizes, rates: Rates, *, is_layer: bool = False) ->
     """`miss_times` of the model's largest experts, with what the CPU takes for their types."""
     size = max(model.expert_bytes)
     products = model.products_of_expert(model.expert_bytes.index(size))
-    times = miss_times(size, rates_of_experts(rates, size, products), is_layer=is_layer)
+    of_experts = rates_of_experts(rates, size, products)
+    times = miss_times(size, of_experts, is_layer=is_layer, products=products)
     return times if is_layer else replace(times, layer=_nanoseconds(_layer_seconds(model, rates)))
 
 
@@ -145,6 +151,14 @@ def expert_seconds(expert_bytes: int, rates: Rates) -> Array:
         return _assumed_seconds(expert_bytes, rates.cpu_bytes_per_s)
     measured = expert_bytes / np.asarray(rates.expert_bytes_per_s)
     return np.maximum.accumulate(np.interp(_ROWS, EXPERT_ROWS, measured))
+
+
+def _layer_product_seconds(num_bytes: int, products: Sequence[Products], rates: Rates) -> Array:
+    """The same of the FFN of a dense layer, whose products all cores share."""
+    if not products or not rates.product_values_per_s:
+        return _assumed_seconds(num_bytes, _cpu_bytes_per_s(rates))
+    seconds = [_typed_seconds(products, rows, _cpu_bytes_per_s(rates), rates) for rows in _ROWS]
+    return np.maximum.accumulate(seconds)
 
 
 def _assumed_seconds(expert_bytes: int, cpu_bytes_per_s: float) -> Array:
@@ -254,9 +268,12 @@ def decode_seconds_on_cpu(
     model: ModelSizes, rates: Rates, hit_rates: Sequence[float], context: int = 0
 ) -> float:
     """`decode_seconds` if RAM is the fast memory and misses are read from the disk."""
-    seconds = (model.cached_bytes(context) + 2 * model.state_bytes) / _cpu_bytes_per_s(rates)
+    mixers = rates.mixer_rates
+    seconds = model.cached_bytes(context) / mixers.cached_bytes_per_s
+    seconds += model.attention_elements(context, 1) / mixers.row_pairs_per_s
+    seconds += 2 * model.state_bytes / rates.ram_bytes_per_s
     seconds += _weights_seconds(model.dense_token_bytes, model.dense_products, rates)
-    seconds += model.num_layers * CPU_LAYER_S
+    seconds += model.num_layers * CPU_LAYER_OPS * mixers.op_s
     for layer, (size, hit_rate) in enumerate(zip(model.expert_bytes, hit_rates, strict=True)):
         chosen = model.num_experts_per_tok
         computed = chosen * _weights_seconds(size, model.products_of_expert(layer), rates)

@@ -141,7 +141,7 @@ def rates_used(plan: PlacementPlan, pool: PoolPlan | None = None) -> tuple[str, 
     if pool is not None:
         return (*rates_used(plan), "disk_bytes_per_s")
     if plan.tier == "ram":
-        in_ram = ("read_bytes_per_s", "row_bytes_per_s")
+        in_ram = ("read_bytes_per_s", "row_bytes_per_s", "mixers")
         return in_ram if plan.is_all_resident else (*in_ram, "disk_bytes_per_s")
     on_gpu = ("vram_bytes_per_s", "product_ops_per_s")
     cold = ("read_bytes_per_s", "link_bytes_per_s", "handshake_s")
@@ -179,7 +179,7 @@ def decode_ceiling(
             cold / _cold_bytes_per_s(rates),
             read / rates.disk_bytes_per_s,
         )
-    return 1 / max((fast + cold) / rates.read_bytes_per_s, cold / rates.disk_bytes_per_s)
+    return 1 / max((fast + cold) / rates.ram_bytes_per_s, cold / rates.disk_bytes_per_s)
 
 
 def prefill_ceiling(
@@ -198,12 +198,14 @@ def prefill_ceiling(
     are only there, beside a GPU; None: none are.
     """
     cold_rate = _cold_bytes_per_s(rates) if tier == "vram" else rates.disk_bytes_per_s
-    ops_rate = rates.product_ops_per_s + rates.cpu_ops_per_s if tier == "vram" else rates.cpu_ops_per_s
+    of_cpu = rates.most_cpu_ops_per_s
+    ops_rate = rates.product_ops_per_s + of_cpu if tier == "vram" else of_cpu
     sizes = np.asarray(model.expert_bytes, np.float64)[:, None]
     seconds = 0.0
     for step in prompt_steps(model, uses, num_tokens, chunk_size):
         touched = step.touched * sizes
-        ops = 2 * step.count * model.token_parameters
+        head_values = model.head.num_values if model.head else 0  # which only the last row meets
+        ops = 2 * (step.count * model.token_parameters - (step.count - 1) * head_values)
         read = 0.0 if on_disk is None else float(touched[on_disk].sum())
         seconds += max(
             float(touched[~resident].sum()) / cold_rate, ops / ops_rate, read / rates.disk_bytes_per_s

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from coldstream.kernels.experts.step_rates import StepRates
 from coldstream.kernels.memory_readers import MemoryReaders
+from coldstream.kernels.mixer_rates import MixerRates
 from coldstream.placement.conditions import Conditions
 
 _BUFFER_BYTES = 2**30  # servers have caches of hundreds of megabytes
@@ -56,6 +57,7 @@ class Hardware:
     # Weights times rows that all cores multiply, by type (in the order of QuantType) and PRODUCT_ROWS.
     product_values_per_s: tuple[tuple[float, ...], ...] | None = None
     row_bytes_per_s: float | None = None  # weights in RAM that all cores multiply by one row
+    mixers: MixerRates | None = None  # what all cores do between products
     conditions: Conditions | None = None  # under which its rates were measured
 
     @classmethod

@@ -17,21 +17,23 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.experts.shapes import EXPERT_ROWS
 from coldstream.kernels.experts.step_rates import StepRates
 from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS
+from coldstream.kernels.mixer_rates import MixerRates
 from coldstream.placement.conditions import Conditions
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.kept_json import NoFileError, read_json, store_json
 
 RATES_FILE: Final = "hardware.json"
 DATE_FORMAT: Final = "%Y-%m-%d %H:%M UTC"  # of `Hardware.measured_at`
-_VERSION: Final = 9
+_VERSION: Final = 10
 _MAX_BYTES: Final = 1 << 16
 _OPTIONAL: Final = (
     "handshake_s",
     "row_bytes_per_s",
 )  # not every driver can be asked; the other has an estimate
-CPU_RATES: Final = ("read_bytes_per_s", "product_values_per_s", "row_bytes_per_s")
+_CPU_RATES: Final = ("read_bytes_per_s", "product_values_per_s", "row_bytes_per_s")
+CPU_RATES: Final = (*_CPU_RATES, "mixers")  # of which the last are a record of their own
 _RATES: Final = {
-    "cpu": CPU_RATES,
+    "cpu": _CPU_RATES,
     "gpu": (
         "copy_bytes_per_s",
         "product_ops_per_s",
@@ -111,6 +113,7 @@ def with_stored_rates(hardware: Hardware, path: Path | None) -> Hardware | None:
     return replace(
         hardware,
         **_fields(entries["cpu"]),
+        mixers=MixerRates.parsed(entries["cpu"].get("mixers")),
         gpu=hardware.gpu
         and replace(
             hardware.gpu,
@@ -192,6 +195,8 @@ def store_rates(hardware: Hardware, path: Path | None, fastest_run: float = 0.0)
         }
         if isinstance(part, GpuHardware) and part.steps is not None:
             document[name]["steps"] = asdict(part.steps)
+        if isinstance(part, Hardware) and part.mixers is not None:
+            document[name]["mixers"] = asdict(part.mixers)
     store_json(path, document)
 
 
@@ -221,6 +226,7 @@ def _entry(document: dict[str, Any], name: str, hardware: Hardware) -> dict[str,
     is_whole = (
         is_date(entry.get("measured_at"))
         and (entry.get("conditions") is None or Conditions.parsed(entry["conditions"]) is not None)
+        and (entry.get("mixers") is None or MixerRates.parsed(entry["mixers"]) is not None)
         and isinstance(rates, dict)
         and rates.keys() == set(_RATES[name])
         and all(_is_rate(*rate) for rate in rates.items())

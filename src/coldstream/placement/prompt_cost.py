@@ -44,7 +44,10 @@ NOVELTY: Final = 0.65
 COPY_LAUNCHES: Final = 1.4
 COPIES_LAUNCHES: Final = 3
 GROUP_LAUNCHES: Final = 5  # of a group: its addresses, its tiles, two products, and what is between these
-CPU_ROW_S: Final = 1.2e-5  # per layer and row of a prompt on one core, beside products
+# Operations of a layer on a CPU that add as many values as a row has, beside those that sum up its experts:
+# two norms, and two sums.
+CPU_ROW_OPS: Final = 4
+STATE_BYTES: Final = 4  # of a value of a recurrent state
 # Most tokens of a prefill step in which the CPU computes experts. With more, the GPU takes longer than the
 # bus.
 MAX_CPU_ROWS: Final = 2048
@@ -276,13 +279,22 @@ def prefill_seconds_on_cpu(
     seconds = 0.0
     for step in prompt_steps(model, uses, num_tokens, chunk_size):
         touched = step.touched * _sizes(model)
-        pairs = model.attention_elements(step.start, step.count)
         products = _prompt_product_seconds(model, rates, step.count, step.touched.sum(axis=1))
         read = (float(touched.sum()) + model.dense_bytes) / (rates.row_share * rates.read_bytes_per_s)
-        rows = step.count * model.num_layers * CPU_ROW_S / rates.num_cores
-        compute = max(read, products + 4 * pairs / rates.cpu_ops_per_s + rows)
+        compute = max(read, products + _mixing_seconds(model, rates, step))
         seconds += max(compute, float(touched[~resident].sum()) / rates.disk_bytes_per_s)
     return seconds
+
+
+def _mixing_seconds(model: ModelSizes, rates: Rates, step: PromptStep) -> float:
+    """Seconds of what all cores do between products: attention, recurrent states, and rows."""
+    mixers = rates.mixer_rates
+    values = model.num_layers * model.hidden_size * (CPU_ROW_OPS + model.num_experts_per_tok)
+    return (
+        model.attention_elements(step.start, step.count) / mixers.pairs_per_s
+        + step.count * model.state_bytes / STATE_BYTES / mixers.state_values_per_s
+        + step.count * values / mixers.row_values_per_s
+    )
 
 
 def _prompt_product_seconds(model: ModelSizes, rates: Rates, count: int, touched: Array) -> float:
@@ -292,6 +304,10 @@ def _prompt_product_seconds(model: ModelSizes, rates: Rates, count: int, touched
     seconds = sum(
         rates.product_seconds(each.quant_type, each.num_values, count) for each in model.dense_products
     )
+    if model.head is not None:  # which only the last row meets
+        head = model.head
+        seconds -= rates.product_seconds(head.quant_type, head.num_values, count)
+        seconds += rates.product_seconds(head.quant_type, head.num_values, 1)
     pairs = count * model.num_experts_per_tok
     for layer in range(model.num_layers if pairs else 0):
         num_experts = max(1.0, float(touched[layer]))

@@ -9,6 +9,7 @@ import numpy as np
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS
+from coldstream.kernels.mixer_rates import MixerRates
 from coldstream.placement.hardware import Hardware
 from coldstream.placement.kernel_shares import KernelShares
 
@@ -23,6 +24,16 @@ _CORES: Final = {
     "asimd": (6.8e10, 8.5e9),  # NEON was not measured: as avx2
 }
 _GENERIC_CORE: Final = (5.8e9, 4e8)
+
+# What one core does between products, where nobody measured it: an EPYC with AVX-512.
+_MIXERS_OF_CORE: Final = MixerRates(
+    op_s=2e-6,
+    cached_bytes_per_s=6e9,
+    row_pairs_per_s=6e10,
+    pairs_per_s=2.8e10,
+    state_values_per_s=1.3e10,
+    row_values_per_s=1e10,
+)
 
 # Of the rate at which threads read: weights in RAM that they multiply by one row, where nobody measured it.
 CPU_SHARE: Final = 0.85
@@ -41,6 +52,7 @@ ESTIMATED: Final = KernelShares()
 _WORDS: Final = {
     "read_bytes_per_s": ("RAM", 1e9, "GB/s"),
     "row_bytes_per_s": ("products of one row", 1e9, "GB/s"),
+    "mixers": ("attention of one row", 1e9, "GB/s"),
     "link_bytes_per_s": ("link", 1e9, "GB/s"),
     "vram_bytes_per_s": ("GPU memory", 1e9, "GB/s"),
     "product_ops_per_s": ("GPU products", 1e12, "TOPS"),
@@ -72,6 +84,7 @@ class Rates:
     # Weights times rows that all cores multiply, by type and PRODUCT_ROWS; empty: not measured.
     product_values_per_s: tuple[tuple[float, ...], ...] = ()
     row_bytes_per_s: float = 0.0  # weights in RAM that all cores multiply by one row; 0: not known
+    mixers: MixerRates | None = None  # what all cores do between products; None: see `mixer_rates`
     assumed: tuple[str, ...] = ()
     shares: KernelShares = ESTIMATED
 
@@ -108,7 +121,9 @@ class Rates:
             cpu_bytes_per_s=hardware.num_physical_cores * num_bytes,
             expert_bytes_per_s=(gpu and gpu.expert_bytes_per_s) or (),
             product_values_per_s=hardware.product_values_per_s or (),
-            assumed=tuple(name for name in (*_ASSUMED, "row_bytes_per_s") if name not in known),
+            mixers=hardware.mixers,
+            assumed=tuple(name for name in (*_ASSUMED, "row_bytes_per_s") if name not in known)
+            + (() if hardware.mixers else ("mixers",)),
             shares=KernelShares.of(hardware),
         )
 
@@ -116,6 +131,23 @@ class Rates:
     def answer_s(self) -> float:
         """From a GPU's request for missing experts to the CPU's answer, beside their bytes."""
         return self.handshake_s + self.shares.request_s
+
+    @property
+    def mixer_rates(self) -> MixerRates:
+        """Of all cores; assumed where they were not measured."""
+        return self.mixers or _MIXERS_OF_CORE.of_cores(self.num_cores)
+
+    @property
+    def ram_bytes_per_s(self) -> float:
+        """The most that threads were seen to read: a product may read faster than a loop that only reads."""
+        return max(self.read_bytes_per_s, self.row_bytes_per_s)
+
+    @property
+    def most_cpu_ops_per_s(self) -> float:
+        """Of all cores, with the type of weights and the number of rows that they are fastest with."""
+        return (
+            2 * float(np.max(self.product_values_per_s)) if self.product_values_per_s else self.cpu_ops_per_s
+        )
 
     @property
     def row_share(self) -> float:
@@ -142,10 +174,15 @@ class Rates:
 
     def _describe(self, names: Collection[str]) -> str:
         return ", ".join(
-            f"{what} {getattr(self, name) / scale:.3g} {unit}"
+            f"{what} {self._figure(name) / scale:.3g} {unit}"
             for name, (what, scale, unit) in _WORDS.items()
             if name in names
         )
+
+    def _figure(self, name: str) -> float:
+        """Of the rates between products, what a long text depends on most."""
+        figure: float = self.mixer_rates.cached_bytes_per_s if name == "mixers" else getattr(self, name)
+        return figure
 
 
 def _core(flags: tuple[str, ...]) -> tuple[float, float]:

@@ -17,7 +17,8 @@ from coldstream.errors import DeviceError, OutOfMemoryError, StorageError
 from coldstream.kernels.cuda.device import Gpu, measure_copy_bandwidth
 from coldstream.kernels.cuda.driver import driver_version
 from coldstream.kernels.experts.step_rates import StepRates
-from coldstream.kernels.linear.cpu_rates import measure_product_rates, measure_row_rate
+from coldstream.kernels.linear.cpu_rates import RowProduct, measure_product_rates
+from coldstream.kernels.mixer_rates import MixerRates, measure_mixer_rates
 from coldstream.placement.conditions import LoadWatch, is_idle
 from coldstream.placement.hardware import GpuHardware, Hardware, affinity, read_windows
 from coldstream.placement.hardware_file import (
@@ -245,6 +246,7 @@ def _better(one: Hardware, other: Hardware) -> Hardware:
         read_bytes_per_s=_highest((one.read_bytes_per_s, other.read_bytes_per_s)),
         product_values_per_s=tuple(tuple(map(max, *rates)) for rates in by_type),
         row_bytes_per_s=_highest((one.row_bytes_per_s, other.row_bytes_per_s)),
+        mixers=_better_mixers(one.mixers, other.mixers),
     )
 
 
@@ -265,6 +267,10 @@ def _following(measured: Hardware, stored: Hardware | None) -> Hardware:
 
 
 def _better_steps(one: StepRates | None, other: StepRates | None) -> StepRates | None:
+    return one.better(other) if one and other else one or other
+
+
+def _better_mixers(one: MixerRates | None, other: MixerRates | None) -> MixerRates | None:
     return one.better(other) if one and other else one or other
 
 
@@ -294,13 +300,15 @@ def measure_rates(hardware: Hardware, progress: Progress | None = None) -> Hardw
         gpu, windows = None, read_windows(threads, hardware.reader_bytes)
     else:  # the same readers, beside the bus and without it
         gpu, windows = _measured_gpu(hardware, hardware.gpu, report)
-    products, row_rate = measure_product_rates(threads), measure_row_rate(threads, hardware.reader_bytes)
+    products, row = measure_product_rates(threads), RowProduct(threads, hardware.reader_bytes)
+    row_rate, mixers = row.bytes_per_s(), measure_mixer_rates(threads, row.run)
     conditions = watch.conditions(windows)
     return replace(
         hardware,
         read_bytes_per_s=max(windows),
         product_values_per_s=products,
         row_bytes_per_s=row_rate,
+        mixers=mixers if mixers.is_sane else None,
         gpu=gpu and replace(gpu, measured_at=now, conditions=conditions),
         measured_at=now,
         conditions=conditions,

@@ -41,19 +41,25 @@ def measure_product_rates(num_threads: int) -> tuple[tuple[float, ...], ...]:
     return tuple(_rates_of(runtime, each, num_weights, inputs, codes) for each in QuantType)
 
 
-def measure_row_rate(num_threads: int, num_bytes: int) -> float:
-    """Bytes of weights in RAM a second that so many threads multiply by one row, in a third of a second.
+class RowProduct:
+    """A product of weights in RAM with one row, of so many threads.
 
-    num_bytes: memory that may be taken for them.
+    num_bytes: memory that may be taken for the weights. They are more than caches hold, if that is enough.
     """
-    row_bytes = _IN_RAM.row_bytes(_COLS)
-    num_weights = max(num_threads, min(_IN_RAM_BYTES, num_bytes) // row_bytes)
-    codes = written_codes(_IN_RAM, num_weights * row_bytes, num_threads)
-    weight = _csrc.Weight.from_array(codes, int(_IN_RAM), num_weights, _COLS)
-    x = np.random.default_rng(1).standard_normal((1, _COLS), dtype=np.float32)
-    out = np.empty((1, num_weights), np.float32)
-    run = partial(_csrc.linear, _csrc.Runtime(num_threads), x, [weight], [out])
-    return len(codes) / best_seconds(run, 0.0, _LONGEST_S)
+
+    def __init__(self, num_threads: int, num_bytes: int) -> None:
+        row_bytes = _IN_RAM.row_bytes(_COLS)
+        num_weights = max(num_threads, min(_IN_RAM_BYTES, num_bytes) // row_bytes)
+        codes = written_codes(_IN_RAM, num_weights * row_bytes, num_threads)
+        weight = _csrc.Weight.from_array(codes, int(_IN_RAM), num_weights, _COLS)
+        x = np.random.default_rng(1).standard_normal((1, _COLS), dtype=np.float32)
+        out = np.empty((1, num_weights), np.float32)
+        self._num_bytes = len(codes)
+        self.run = partial(_csrc.linear, _csrc.Runtime(num_threads), x, [weight], [out])
+
+    def bytes_per_s(self) -> float:
+        """Bytes of weights a second, the best of a tenth of a second."""
+        return self._num_bytes / best_seconds(self.run, 0.0, _LONGEST_S)
 
 
 def _rates_of(
