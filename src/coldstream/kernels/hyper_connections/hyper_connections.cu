@@ -178,7 +178,8 @@ __global__ void __launch_bounds__(max_threads)
   if (group >= padded / group_elements) return;
   const int64_t row = blockIdx.x;
   Eight sum = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
-  for (int c = 0; c < num_streams; c++) {
+#pragma unroll 4
+  for (int c = 0; c < num_streams; c++) {  // whose loads are under way together
     const int64_t begin = (row * num_streams + c) * size;
     const Eight x = load_eight<true>(normed + begin, group, size);
     const Eight gate = load_eight<true>(gates + begin, group, size);

@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(gate_threads)
   if (part >= num_parts) return;
   const float *k = key + part * size, *x = query + part * size, *v = value + part / num_streams * size;
   float p = 0.0f;
-#pragma unroll 8
+#pragma unroll 32
   for (int i = threadIdx.x % 16; i < size; i += 16) p = __fmaf_rn(k[i], x[i], p);
   const float gate = sum_of_sixteen_lanes(p, 1) / sqrtf(float(size));
   const float distance = sqrtf(fmaxf(fabsf(gate), 1e-6f));
