@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from builders import make_model, write_model
 from coldstream.errors import InconsistentError, LimitError, ModelFormatError, UnsupportedError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.rope.scaling import yarn_magnitude
@@ -132,5 +133,13 @@ def test_metadata_that_cannot_be_is_refused_by_name(tmp_path: Path, case: str) -
 def test_another_architecture_is_no_drafter(tmp_path: Path) -> None:
     path = write_gguf_drafter(tmp_path / "other.gguf", spec_of(config()), {}, "qwen35moe")
     match = "'qwen35moe', drafters are dflash, dflash-draft"
+    with GGUFFile.open(path) as file, pytest.raises(UnsupportedError, match=match):
+        spec_of_metadata(file.metadata)
+
+
+def test_a_block_for_multi_token_prediction_in_a_file_of_its_own_is_no_drafter(tmp_path: Path) -> None:
+    """As it is published beside models, for programs that take it as a drafter."""
+    (path,) = write_model(tmp_path / "mtp.gguf", make_model("qwen4exp", nextn=True))
+    match = r"'qwen4exp', drafters are .* or as the model a file that holds its MTP block"
     with GGUFFile.open(path) as file, pytest.raises(UnsupportedError, match=match):
         spec_of_metadata(file.metadata)

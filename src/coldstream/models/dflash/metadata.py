@@ -86,6 +86,8 @@ def spec_of_metadata(keys: Metadata) -> DflashSpec:
     name = keys.text("general.architecture")
     if name not in ARCHITECTURES:
         problem = f"{name!r:.60}, drafters are {', '.join(ARCHITECTURES)}: give a DFlash drafter"
+        if f"{name}.nextn_predict_layers" in keys:
+            problem += ", or as the model a file that holds its MTP block too"
         raise keys.error(UnsupportedError, "general.architecture", problem)
     return _SpecReader(keys, name, ARCHITECTURES[name]).spec()
 
