@@ -3,8 +3,8 @@
     python -m bench.engine.forecast_again docs/results/gpu/mixes.json docs/results/gpu/hybrid_ahead.json
     python -m bench.engine.forecast_again docs/results/gpu/*streaming*.json --keep /tmp/headers
 
-Reads results of plan_forecast.py, gpu_hybrid.py, gpu_streaming.py and desktop.py, which have the rates of
-their machine.
+Reads results of plan_forecast.py, cpu_forecast.py, gpu_hybrid.py, gpu_streaming.py and desktop.py, which have
+the rates of their machine.
 The plan is made anew, of a file that has the right header and holes in place of its weights. Each line has
 the commit that measured; the JSON has it beside the commit whose forecast this is. So a changed cost model
 can be held against all machines that were ever measured. A figure of a program that did otherwise what is
@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.engine import cpu_forecast
 from bench.engine.plan_forecast import Work, compared, expected
 from bench.full_size_forecast import hardware_of, mean_context, steps_of
 from bench.full_size_mixes import MIXES, PLAIN, Mix
@@ -264,8 +265,33 @@ def of_desktop(result: Row, headers: Headers) -> Iterator[Row]:
         }
 
 
+def of_cpus(result: Row, headers: Headers) -> Iterator[Row]:
+    """Rows of cpu_forecast.py."""
+    files = cpu_forecast.Files(headers.folder, is_for_plans=True)
+    for row in result["rows"]:
+        config = cpu_forecast.config_of(files.of(row["model"]), result["cpu_work"], row["threads"])
+        rates = rates_of(row)
+        with GGUFFile.open(Path(config.model)) as file:
+            sources = Sources(
+                file, read_spec(file.metadata, file.tensors), machine_with(rates, result["machine"])
+            )
+            planned = plan_model(config, sources)
+        plan = cpu_forecast.expected(
+            planned.known.model, rates, result["cpu_work"], planned.plan.fixed.chunk_size
+        )
+        run = {name: both["measured_tok_s"] for name, both in row["figures"].items()}
+        yield {
+            "what": f"{row['model']}, {row['threads']} threads",
+            "experts_share": 1.0,
+            "measured_share": 1.0,
+            "figures": compared(plan, run),
+        }
+
+
 def conditions_of(result: Row) -> Row:
     """The bus of a result's machine, as text, and whether its kernels' shares were measured."""
+    if "cpu_work" in result:
+        return {"bus": "–", "has_steps": True}
     if "hardware" in result:
         gpu = result["hardware"]["gpu"]
         return {"bus": f"{gpu['link_bytes_per_s'] / 1e9:.0f}", "has_steps": bool(gpu.get("steps"))}
@@ -305,6 +331,8 @@ def _of_any(result: Row, headers: Headers) -> list[Row]:
     if "mixes" in result:
         return list(of_mixes(result, headers))
     rows = result.get("rows", [{}])
+    if "cpu_work" in result:
+        return list(of_cpus(result, headers))
     if "work" in result and "forecast" in rows[0]:
         return list(of_desktop(result, headers))
     if "hardware" in result and "chunk_size" in result and "tokens" in rows[0]:

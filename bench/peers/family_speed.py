@@ -47,15 +47,15 @@ PARTS = MappingProxyType(
 )
 
 
-def write_part(path: Path, name: str) -> None:
-    """The file of a family."""
+def write_part(path: Path, name: str, *, is_for_plans: bool = False) -> None:
+    """The file of a family. is_for_plans: as of `FullSizeWriter.write`."""
     family, part = FAMILIES[name], PARTS[name]
     shape = replace(family.shape, layers=part.layers, experts=part.experts, vocab=VOCAB)
     threads = len(os.sched_getaffinity(0))
     writer = family.writer(path, shape, 0, threads, mix=family.mix, shares=NO_LOCALITY)
     if isinstance(writer, Qwen4ExpWriter):
         writer.ngram = replace(writer.ngram, rows=NGRAM_ROWS)
-    writer.write()
+    writer.write(is_for_plans=is_for_plans)
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
