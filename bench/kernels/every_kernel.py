@@ -61,6 +61,7 @@ HEADS = (
     (96, "i3"),
     (64, "i8"),
 )
+CHOSEN_HEADS = ((256, CACHE_TYPES["i16"]), (128, CACHE_TYPES["i8"]))  # of rows that an indexer chooses for
 MIXED_TYPES = (
     frozenset({QuantType.Q4_K, QuantType.Q6_K}),
     frozenset({QuantType.Q8_0, QuantType.Q5_K}),
@@ -129,8 +130,10 @@ def _mixed() -> Iterator[ListedKernel]:
 
 
 def _attention(device: DeviceLimits) -> Iterator[ListedKernel]:
-    for head_dim, cache_name in HEADS:
-        kernels = IntegerKernels(AttentionShape(16, 2, head_dim, CACHE_TYPES[cache_name]), device)
+    plain = [AttentionShape(16, 2, head_dim, CACHE_TYPES[cache_name]) for head_dim, cache_name in HEADS]
+    chosen = [AttentionShape(24, 2, *heads, has_choice=True) for heads in CHOSEN_HEADS]
+    for shape in (*plain, *chosen):
+        kernels = IntegerKernels(shape, device)
         forms = {form.instance: form.shared_bytes for form in kernels.forms}
         for program in kernels.programs.values():
             for instance in program.instances:

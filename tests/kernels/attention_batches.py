@@ -285,18 +285,22 @@ def _check_launched(
     out, *expected_caches = expected
     num_heads, num_kv_heads, head_dim = case.heads
     shape = AttentionShape(
-        num_heads, num_kv_heads, head_dim, case.cache_type, case.kind.output_gate, case.kind.has_sinks
+        *(num_heads, num_kv_heads, head_dim, case.cache_type, case.kind.output_gate, case.kind.has_sinks),
+        has_choice=case.choice is not None,
     )
     inputs, caches, rows = (on(device, each) for each in (case.inputs(), case.caches(), case.rows()))
     num_rows, width = out.shape
     kernels = IntegerKernels(shape, limits)
     empty = partial(torch.empty, device=device)
     queries = IntegerQueries(
-        empty((num_rows, num_heads, 2, head_dim), dtype=torch.int8), empty(num_rows, num_heads)
+        empty((num_rows, num_heads, 2, head_dim), dtype=torch.int8), empty(num_rows, num_heads), inputs.chosen
     )
     num_positions = CHUNK_SIZE * kernels.num_chunks(at_once, case.most_positions)
     sizes = DecodeWorkspace.shapes(shape, at_once, num_positions)
     workspace = DecodeWorkspace(*(empty(size) for size in sizes))
+    # What attention does not write is not read either: an unseen chunk has no results.
+    for part in vars(workspace).values():
+        part.fill_(torch.nan)
     found, quantised = empty(num_rows, width), empty_activations(num_rows, width, torch.device(device))
     heads = on(device, case.layer())
     kernels.prepare(inputs, heads, caches, rows, queries)

@@ -4,18 +4,30 @@ T rows, H query heads, G key/value heads, D values a head.
 """
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coldstream.kernels.attention.cache_layout import CacheLayout
 from coldstream.kernels.attention.chunks import CHUNK_SIZE
 from coldstream.kernels.attention.workspace_sizes import partial_shapes
 from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.structs import declared_in
+from coldstream.kernels.indexer.records import ChosenBlocks
 from coldstream.kernels.ops import AttentionHeads, AttentionInputs, Caches, OutputGate
 
 
 @declared_in("attention/grid.cuh")
 class CacheStrides(ctypes.Structure): ...
+
+
+@declared_in("attention/choice.cuh")
+class ChosenWords(ctypes.Structure):
+    @classmethod
+    def of(cls, chosen: ChosenBlocks | None) -> "ChosenWords":
+        """Of no choice: without words."""
+        if chosen is None:
+            return cls()
+        words, shift = chosen.words, chosen.block_size.bit_length() - 1
+        return cls(words=words.data_ptr(), num_words=words.shape[1], block_shift=shift)
 
 
 @dataclass(frozen=True)
@@ -28,6 +40,7 @@ class AttentionShape:
     cache_type: CacheLayout
     output_gate: OutputGate = "query"
     has_sinks: bool = False
+    has_choice: bool = False  # whether rows see the blocks of `ChosenBlocks` alone
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
@@ -40,8 +53,9 @@ class AttentionShape:
         head_dim = inputs.key.shape[1] // caches.k.shape[2]
         num_heads = inputs.query_gate.shape[1] // (2 * head_dim if heads.output_gate == "query" else head_dim)
         cache_type = CacheLayout.of(caches.k, head_dim)
-        has_sinks = heads.sinks is not None
-        return cls(num_heads, caches.k.shape[2], head_dim, cache_type, heads.output_gate, has_sinks)
+        has_sinks, has_choice = heads.sinks is not None, inputs.chosen is not None
+        sizes = num_heads, caches.k.shape[2], head_dim, cache_type
+        return cls(*sizes, heads.output_gate, has_sinks, has_choice)
 
     @property
     def group_size(self) -> int:
@@ -55,6 +69,12 @@ class IntegerQueries:
 
     codes: DeviceArray  # int8 [T, H, 2, D], high planes and low planes
     scales: DeviceArray  # float32 [T, H]
+    chosen: ChosenBlocks | None = None  # what the rows see; None: all positions up to their own
+
+    def part(self, rows: slice) -> "IntegerQueries":
+        """Those of some of the rows."""
+        chosen = self.chosen and replace(self.chosen, words=self.chosen.words[rows])
+        return IntegerQueries(self.codes[rows], self.scales[rows], chosen)
 
 
 @dataclass(frozen=True)

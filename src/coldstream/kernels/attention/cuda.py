@@ -26,6 +26,7 @@ from coldstream.errors import UnsupportedError
 from coldstream.kernels.attention.arguments import (
     AttentionShape,
     CacheStrides,
+    ChosenWords,
     DecodeWorkspace,
     IntegerQueries,
 )
@@ -201,11 +202,13 @@ class IntegerKernels:
         """What the chunks of 256 positions leave of each row and head, in `workspace` with `num_chunks`.
 
         window: of the layer's `AttentionHeads`. caches: [blocks, 256, G, row]. ValueError for rows without
-        block tables, and for a window without a position.
+        block tables, for a window without a position, and for a window beside a choice of blocks.
         """
         shape, num_rows = self.shape, len(rows.positions)
         if window is not None and window < 1:
             raise ValueError(f"a window of {window} positions holds nothing")
+        if (queries.chosen is not None) != shape.has_choice or (shape.has_choice and window is not None):
+            raise ValueError("these kernels are for other rows: with a choice of blocks, or with a window")
         max_chunks = workspace.values.shape[2]
         arguments = IntegersArguments(
             query=queries.codes.data_ptr(),
@@ -220,6 +223,7 @@ class IntegerKernels:
             num_kv_heads=shape.num_kv_heads,
             max_chunks=max_chunks,
             window=window or 0,
+            chosen=ChosenWords.of(queries.chosen),
         )
         assert rows.batch is not None
         trees, is_deep = rows.batch.has_trees, rows.batch.is_deep
@@ -295,7 +299,7 @@ def prefill_forms(shape: AttentionShape, trees: bool, most_warps: int = 8) -> It
         # Tiles; queries; weights and positions of draft trees.
         shared = places * _tile_bytes(shape, parts) + num_pairs * (2 * shape.head_dim + 16)
         shared += PAIRS * warps * BLOCK_SIZE * 4 + MAX_TREE_ROWS * 4 if trees else 0
-        instance = _instance("attention_integers", shape, warps, trees, places, parts, sharing)
+        instance = _attending("attention_integers", shape, warps, trees, places, parts, sharing)
         yield KernelForm("integers.cu", instance, warps, num_pairs, shared)
 
 
@@ -306,7 +310,7 @@ def decode_forms(shape: AttentionShape, trees: bool, halves: int) -> Iterator[Ke
         # Keys and values; queries; weights as floats, and as codes; numbers of a pair.
         shared = places * blocks * tile_bytes + PAIRS * (2 * shape.head_dim + 16)
         shared += blocks * PAIRS * (BLOCK_SIZE * (4 + 2) + 2 * (DECODE_WARPS + 1) * 4)
-        instance = _instance("attention_integers_decode", shape, blocks, halves, places)
+        instance = _attending("attention_integers_decode", shape, blocks, halves, places)
         yield KernelForm("integers_decode.cu", instance, DECODE_WARPS * blocks, PAIRS, shared)
 
 
@@ -329,7 +333,7 @@ def warpgroup_forms(shape: AttentionShape, trees: bool, groups: int) -> Iterator
     # which pairs there are.
     shared = num_pairs * 2 * shape.head_dim + (2 * GROUP_STAGES + 1) * tile_bytes
     shared += GROUP_STAGES * (2 * BLOCK_SIZE * 4 + 16 + NOTE_BYTES) + num_pairs * 8
-    instance = _instance("attention_integers_warpgroups", shape, groups)
+    instance = _attending("attention_integers_warpgroups", shape, groups)
     yield KernelForm(WARPGROUPS, instance, GROUP_WARPS * (groups + 1), num_pairs, shared)
 
 
@@ -350,6 +354,11 @@ FORMS: dict[str, Callable[[AttentionShape, bool], Iterator[KernelForm]]] = {
 def _instance(kernel: str, shape: AttentionShape, *parameters: int) -> str:
     numbers = (shape.cache_type.value_bits, shape.head_dim, *parameters)
     return f"coldstream::{kernel}<{', '.join(str(number).lower() for number in numbers)}>"
+
+
+def _attending(kernel: str, shape: AttentionShape, *parameters: int) -> str:
+    """The same for kernels that know of a choice."""
+    return _instance(kernel, shape, *parameters, *([True] if shape.has_choice else []))
 
 
 @functools.cache
@@ -396,10 +405,12 @@ def attend_in_parts(
     for first in range(0, num_rows, at_once):
         part = slice(first, min(num_rows, first + at_once))
         own, result = _part_of(rows, part), out.rows(first, part.stop - first)
-        codes = IntegerQueries(queries.codes[part], queries.scales[part])
-        kernels.attend(codes, heads.window, caches, own, workspace)
+        own_queries = queries.part(part)
+        kernels.attend(own_queries, heads.window, caches, own, workspace)
         of_part = None if gates is None else gates[part]
-        kernels.merge(of_part, heads, own, workspace, out=result.values, quantised=result.quantised)
+        kernels.merge(
+            of_part, heads, own, workspace, own_queries.chosen, out=result.values, quantised=result.quantised
+        )
 
 
 def _part_of(rows: Rows, part: slice) -> Rows:

@@ -5,7 +5,8 @@
 // A warp takes 16 pairs of a row and a query head through the tensor cores, and all warps read the same keys
 // and values. If the workspace has one chunk per pair, a block walks over all positions and merges the
 // results of each chunk of 256 into those of the chunks before it. If it has all chunks, blocks share them
-// out evenly and store each separately, for merge.cu.
+// out evenly and store each separately, for merge.cu. Tiles of which no row of the block sees anything are
+// left out.
 #include "attention/integers_block.cuh"
 #include "attention/integers_items.cuh"
 #include "attention/integers_unpack.cuh"
@@ -18,7 +19,8 @@ namespace coldstream {
 // one. sharing: warps that have the same pairs, as one has no registers for the numerators of many columns.
 // Each computes the scores of some positions, which they exchange, and then the sums of its columns of
 // values.
-template <int bits, int head_dim, int warps, bool has_trees, int places, int parts, int sharing>
+template <int bits, int head_dim, int warps, bool has_trees, int places, int parts, int sharing,
+          bool is_chosen>
 struct IntegerAttention : BlockItems<warps / sharing * pairs> {
   static constexpr int block_pairs = warps / sharing * pairs;
   using Items = BlockItems<block_pairs>;
@@ -40,6 +42,7 @@ struct IntegerAttention : BlockItems<warps / sharing * pairs> {
             first_column = warp % sharing * own_columns;  // of the warp
 
   LanePairs own;
+  ChosenTile<is_chosen> chosen;  // of the tile that is computed
   PairChunk chunks;
   ForBoth<float2> all;  // maximum and denominator of the chunks before
   ForBoth<bool> has_any;
@@ -81,6 +84,14 @@ struct IntegerAttention : BlockItems<warps / sharing * pairs> {
     if constexpr (KeptRow::is_packed) unpack_tile<bits, head_dim, threads>(tile, threadIdx.x);
   }
 
+  // Whether pair i sees positions of the tile that is computed.
+  __device__ bool meets(int i, int tile) const {
+    if constexpr (is_chosen) {
+      if (!chosen.meets(i)) return false;
+    }
+    return own.view[i].meets(tile);
+  }
+
   // Replaces scores of a tile of positions by weights. correction: the factors of earlier results.
   __device__ void weigh(const RowRun& run, int tile, int num_tiles, PairFloats (&scores)[most_tiles],
                         const uint32_t (&visible)[most_tiles], ForBoth<float>& correction) {
@@ -101,7 +112,7 @@ struct IntegerAttention : BlockItems<warps / sharing * pairs> {
       sum_in_order(scores[0], total);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      if (own.view[i].meets(tile)) chunks.add(i, total[i], after[i], correction[i]);
+      if (meets(i, tile)) chunks.add(i, total[i], after[i], correction[i]);
     }
   }
 
@@ -160,7 +171,7 @@ struct IntegerAttention : BlockItems<warps / sharing * pairs> {
       for (int c = 0; c < 4; c++) {
         float& numerator = numerators[strip][i][c];
         const float before = numerator * correction[i];
-        if (own.view[i].meets(tile)) numerator = __fmaf_rn(scale[i], sums.sum(i, c), before);
+        if (meets(i, tile)) numerator = __fmaf_rn(scale[i], sums.sum(i, c), before);
       }
     }
   }
@@ -238,22 +249,38 @@ struct IntegerAttention : BlockItems<warps / sharing * pairs> {
     unpack(tiles);
   }
 
+  // The first tile from `tile` to `end` that a row of the run sees, or end + 1.
+  __device__ int first_seen(SeenTiles<is_chosen>& seen, const RowRun& run, int tile, int end) const {
+    return seen.from(a.chosen, run.begin, run.end, tile, end);
+  }
+
+  // Behind a tile: whether the next one that is seen, or that has drafts, is of another chunk.
+  static __device__ bool leaves_chunk(int tile, int next, int last) {
+    return next > last || next / chunk_blocks != tile / chunk_blocks;
+  }
+
   // Tiles begin … end of positions whose keys are in order; `last` is the run's last. Keys are copied while
   // the values of the tile before are multiplied, and values while scores are computed. In one place each is
   // copied when it is needed.
   __device__ void attend_in_order(const RowRun& run, int begin, int end, int last) {
     constexpr bool in_turn = places == 1;
     uint8_t *const keys = tiles, *const values = tiles + (places - 1) * Block::tile_bytes;
+    SeenTiles<is_chosen> seen;
+    begin = first_seen(seen, run, begin, end);
+    if (is_chosen && begin > end) return;
     load(keys, a.k_cache, run, begin);
     commit_copies();
     if constexpr (!in_turn) {
       load(values, a.v_cache, run, begin);
       commit_copies();
     }
-    for (int tile = begin; tile <= end; tile++) {
+    for (int tile = begin, next; tile <= end; tile = next) {
       PairFloats scores[most_tiles];
       uint32_t visible[most_tiles] = {};
       ForBoth<float> correction;
+      chosen.load(a, own.row, tile);
+      next = first_seen(seen, run, tile + 1, end);
+      if (is_chosen && next > end) end = tile;  // the last that is seen
       wait_for_copies<places - 1>();
       __syncthreads();
       unpack(keys);
@@ -262,18 +289,19 @@ struct IntegerAttention : BlockItems<warps / sharing * pairs> {
       if constexpr (in_turn)
         load(values, a.v_cache, run, tile);
       else if (tile < end)
-        load(keys, a.k_cache, run, tile + 1);
+        load(keys, a.k_cache, run, next);
       commit_copies();
-      visible[0] = own.visible_in(tile, tile, run, drafts);
+      visible[0] = own.visible_in(tile, tile, run, drafts, chosen);
       weigh(run, tile, 1, scores, visible, correction);
       wait_for_copies<places - 1>();
       __syncthreads();
       unpack(values);
       add_values(values, tile, 1, scores, visible, correction);
       __syncthreads();
-      if (tile < end) load(values, in_turn ? a.k_cache : a.v_cache, run, tile + 1);
+      if (tile < end) load(values, in_turn ? a.k_cache : a.v_cache, run, next);
       commit_copies();
-      if (tile == last || (tile + 1) % chunk_blocks == 0) end_chunk(tile / chunk_blocks);
+      if (is_chosen ? leaves_chunk(tile, next, last) : tile == last || (tile + 1) % chunk_blocks == 0)
+        end_chunk(tile / chunk_blocks);
     }
     wait_for_copies<0>();
   }
@@ -281,27 +309,33 @@ struct IntegerAttention : BlockItems<warps / sharing * pairs> {
   // The same where warps share pairs: the parts of a tile's keys come one after the other, and then those of
   // its values.
   __device__ void attend_shared_in_order(const RowRun& run, int begin, int end, int last) {
+    SeenTiles<is_chosen> seen;
+    begin = first_seen(seen, run, begin, end);
+    if (is_chosen && begin > end) return;
     if (places > 1) load_piece(run, begin, 0);
-    for (int tile = begin; tile <= end; tile++) {
+    for (int tile = begin, next; tile <= end; tile = next) {
       PairFloats scores[most_tiles];
       uint32_t visible[most_tiles] = {};
       ForBoth<float> correction;
       ScoreSums<own_columns> sums;
       uint8_t* keys = nullptr;
+      chosen.load(a, own.row, tile);
+      next = first_seen(seen, run, tile + 1, end);
+      if (is_chosen && next > end) end = tile;  // the last that is seen
 #pragma unroll
       for (int part = 0; part < parts; part++) {
-        keys = take_piece(run, tile, part, end);
+        keys = take_piece(run, tile, part, next, end);
         add_scores(keys, part, sums);
       }
       share_scores(keys, sums, scores[0]);
-      visible[0] = own.visible_in(tile, tile, run, drafts);
+      visible[0] = own.visible_in(tile, tile, run, drafts, chosen);
       weigh(run, tile, 1, scores, visible, correction);
       ForBoth<uint32_t> greatest = {};
       WeightCodes codes[most_tiles];
       ForBoth<float> scale;
 #pragma unroll
       for (int part = 0; part < parts; part++) {
-        const uint8_t* const values = take_piece(run, tile, parts + part, end);
+        const uint8_t* const values = take_piece(run, tile, parts + part, next, end);
         if (part == 0) {
           Block::scale_weights(values, visible[0], scores[0], greatest);
           round(1, scores, greatest, codes, scale);
@@ -313,7 +347,8 @@ struct IntegerAttention : BlockItems<warps / sharing * pairs> {
           add_sums(tile, part * own_strips + strip, products, scale, correction);
         }
       }
-      if (tile == last || (tile + 1) % chunk_blocks == 0) end_chunk(tile / chunk_blocks);
+      if (is_chosen ? leaves_chunk(tile, next, last) : tile == last || (tile + 1) % chunk_blocks == 0)
+        end_chunk(tile / chunk_blocks);
     }
     __syncthreads();
   }
@@ -352,7 +387,7 @@ struct IntegerAttention : BlockItems<warps / sharing * pairs> {
 
   // Waits for a piece, behind which nobody reads the one before any more. With two places the next one is
   // copied meanwhile.
-  __device__ uint8_t* take_piece(const RowRun& run, int tile, int piece, int end) const {
+  __device__ uint8_t* take_piece(const RowRun& run, int tile, int piece, int next, int end) const {
     if (places == 1) {
       __syncthreads();
       load_piece(run, tile, piece);
@@ -361,7 +396,7 @@ struct IntegerAttention : BlockItems<warps / sharing * pairs> {
     __syncthreads();
     if (places > 1) {
       const bool is_last = piece == 2 * parts - 1;
-      if (!is_last || tile < end) load_piece(run, is_last ? tile + 1 : tile, is_last ? 0 : piece + 1);
+      if (!is_last || tile < end) load_piece(run, is_last ? next : tile, is_last ? 0 : piece + 1);
     }
     uint8_t* const taken = tiles + piece % places * Block::tile_bytes;
     unpack(taken);
@@ -372,6 +407,7 @@ struct IntegerAttention : BlockItems<warps / sharing * pairs> {
   __device__ void attend_drafts(const RowRun& run, int begin, int last) {
     for (int tile = begin; tile <= last; tile++) {
       const int num_tiles = run.last_tile(tile) - tile + 1;
+      chosen.load(a, own.row, tile);
       PairFloats scores[most_tiles];
       uint32_t visible[most_tiles] = {};
       ForBoth<float> correction;
@@ -384,7 +420,7 @@ struct IntegerAttention : BlockItems<warps / sharing * pairs> {
         } else {
           bring_scores(run, tile + s, scores[s]);
         }
-        visible[s] = own.visible_in(tile, tile + s, run, drafts);
+        visible[s] = own.visible_in(tile, tile + s, run, drafts, chosen);
       }
       if constexpr (places == 1 || parts > 1) {
         weigh(run, tile, num_tiles, scores, visible, correction);
@@ -517,12 +553,13 @@ struct IntegerAttention : BlockItems<warps / sharing * pairs> {
 };
 
 // has_trees: whether there may be draft trees among the rows. places, parts and sharing: see PLACES,
-// TILE_CODES and WARP_COLUMNS in cuda.py.
-template <int bits, int head_dim, int warps, bool has_trees, int places, int parts, int sharing>
+// TILE_CODES and WARP_COLUMNS in cuda.py. is_chosen: whether rows see the blocks of `chosen` alone.
+template <int bits, int head_dim, int warps, bool has_trees, int places, int parts, int sharing,
+          bool is_chosen = false>
 __global__ void __launch_bounds__((warp_size * warps)) attention_integers(const IntegersArguments a) {
   wait_for_previous_grid();
   release_next_grid();
-  IntegerAttention<bits, head_dim, warps, has_trees, places, parts, sharing>(
+  IntegerAttention<bits, head_dim, warps, has_trees, places, parts, sharing, is_chosen>(
       a, reinterpret_cast<uint8_t*>(dynamic_shared))
       .run();
 }

@@ -1,6 +1,7 @@
 // Arguments of the kernels of attention over integers.
 #pragma once
 
+#include "attention/choice.cuh"
 #include "attention/integers_tile.cuh"
 
 namespace coldstream {
@@ -14,6 +15,7 @@ struct IntegersArguments {
   BatchRows rows;
   CacheStrides strides;
   int32_t num_heads, num_kv_heads, max_chunks, window;
+  ChosenWords chosen;  // of kernels with a choice
 };
 
 }  // namespace coldstream

@@ -3,6 +3,7 @@
 // 2t and the next one.
 #pragma once
 
+#include "attention/integers_arguments.cuh"
 #include "attention/integers_pairs.cuh"
 #include "attention/integers_tile.cuh"
 #include "cuda/tensor_cores.cuh"
@@ -28,6 +29,42 @@ constexpr uint32_t all_positions =
 // Which of them a pair sees, a bit each.
 __device__ __forceinline__ bool is_seen(uint32_t visible, int n, int i) { return visible >> (4 * n + i) & 1; }
 
+// The blocks of a tile that the lane's pairs see. Without a choice that is all of them.
+template <bool is_chosen>
+struct ChosenTile {
+  __device__ __forceinline__ void load(const IntegersArguments&, const ForBoth<int>&, int) {}
+  __device__ __forceinline__ uint32_t limit(int, uint32_t visible) const { return visible; }
+};
+
+template <>
+struct ChosenTile<true> {
+  ForBoth<uint32_t> blocks;  // a bit each
+  int shift;
+
+  __device__ __forceinline__ void load(const IntegersArguments& a, const ForBoth<int>& row, int tile) {
+    shift = a.chosen.block_shift;
+#pragma unroll
+    for (int i = 0; i < 2; i++) blocks[i] = chosen_in(a.chosen, row[i], tile);
+  }
+
+  __device__ __forceinline__ bool meets(int i) const { return blocks[i] != 0; }
+
+  // Whether pair i sees a position of the tile; any bit for one that is negative.
+  __device__ __forceinline__ bool has(int i, int position) const {
+    return blocks[i] >> ((position & (block_positions - 1)) >> shift) & 1;
+  }
+
+  // Those bits of keys in their order that pair i sees, from column number `first` on. A lane's positions
+  // next to each other are in one block.
+  __device__ __forceinline__ uint32_t limit(int i, uint32_t visible, int first = 0) const {
+#pragma unroll
+    for (int n = 0; n < columns; n++) {
+      if (!has(i, 8 * (first + n) + 2 * (int(threadIdx.x) % 4))) visible &= ~(3u << (4 * n + 2 * i));
+    }
+    return visible;
+  }
+};
+
 // The lane's pairs: their rows, and the positions that these see.
 struct LanePairs {
   ForBoth<int> row, head;
@@ -35,14 +72,16 @@ struct LanePairs {
   ForBoth<float> query_scale;
 
   // Which of a tile's keys, kept at the indices of tile `kept_in`, are at positions of `tile` that the pairs
-  // see.
-  __device__ uint32_t visible_in(int tile, int kept_in, const RowRun& run, const int32_t* drafts) const {
+  // see; chosen: of the tile.
+  template <bool is_chosen>
+  __device__ uint32_t visible_in(int tile, int kept_in, const RowRun& run, const int32_t* drafts,
+                                 const ChosenTile<is_chosen>& chosen) const {
     uint32_t visible = 0;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const uint32_t bits = 0x33333333u << 2 * i;
       if (kept_in == tile && run.is_committed(tile) && view[i].covers(tile)) {
-        visible |= bits;
+        visible |= chosen.limit(i, bits);
         continue;
       }
       if (!view[i].meets(tile)) continue;
@@ -52,7 +91,11 @@ struct LanePairs {
 #pragma unroll
         for (int b = 0; b < 2; b++) {
           const int index = kept_in * block_positions + 8 * n + 2 * t + b;
-          if (view[i].position_in(tile, index, run, drafts) >= 0) visible |= 1u << (4 * n + 2 * i + b);
+          const int position = view[i].position_in(tile, index, run, drafts);
+          if constexpr (is_chosen) {
+            if (!chosen.has(i, position)) continue;
+          }
+          if (position >= 0) visible |= 1u << (4 * n + 2 * i + b);
         }
       }
     }

@@ -4,7 +4,8 @@
 // A block of threads takes 16 pairs of a row and a query head with a chunk of 256 positions, in steps of one
 // or two blocks of 64 positions (integers_decode_steps.cuh). Each warp computes the scores of 16 positions,
 // and then the sums of values of some columns over all positions of the step, so that numerators stay in
-// registers. The keys and values of the next step are copied meanwhile, if they have a tile each. Maximum,
+// registers. The keys and values of the next step are copied meanwhile, if they have a tile each. Steps
+// without a position that a row sees are left out. Maximum,
 // denominator and numerators of a chunk go to a workspace for the merge.
 #include "attention/integers_block.cuh"
 #include "attention/integers_decode_steps.cuh"
@@ -34,8 +35,9 @@ struct PairProgress {
 };
 
 // blocks: of 64 positions, in a step. halves: 1 if there are at most eight pairs, so that no lane has a
-// second one. places: 1 if keys and values have the same place in turn.
-template <int bits, int head_dim, int blocks, int halves, int places>
+// second one. places: 1 if keys and values have the same place in turn. is_chosen: whether rows see the
+// blocks of `chosen` alone.
+template <int bits, int head_dim, int blocks, int halves, int places, bool is_chosen>
 struct DecodeAttention {
   using KeptRow = CacheRow<bits, head_dim>;
   using Block = PairBlock<KeptRow::planes, head_dim>;
@@ -53,6 +55,10 @@ struct DecodeAttention {
   const int lane = threadIdx.x % warp_size, g = lane / 4, t = lane % 4;
   const int own_block = warp / parts, first_column = warp % parts * own_columns;
   ForBoth<int> first, position;  // what the lane's pairs see of the run, if they are its
+  ForBoth<int> rows;
+  // With a choice: which blocks of an indexer the lane's pairs see, of which a tile has at most 16.
+  static constexpr int bits_of_block = 16, all_of_block = 0xffff;
+  ForBoth<uint32_t> chosen;
   ForBoth<float> query_scale;
   PairProgress progress[2];
   float numerators[own_strips][2][4];  // column 16 · strip + 4t + c of pair g + 8i
@@ -65,6 +71,7 @@ struct DecodeAttention {
     for (int i = 0; i < halves; i++) {
       const int pair = int(step.pair_at(a, 8 * i + g)), row = pair / a.num_heads;
       query_scale[i] = a.query_scales[pair] * (1.0f / low_unit);
+      rows[i] = row;
       position[i] = row >= step.run.begin && row < step.run.end ? a.rows.positions[row] : -1;
       first[i] = first_position(position[i], a.window);
       progress[i] = {};
@@ -88,14 +95,37 @@ struct DecodeAttention {
         if (first[i / 2] <= at && at <= position[i / 2]) visible |= 1u << (4 * n + i);
       }
     }
+    if constexpr (is_chosen) {
+      ChosenTile<true> own = {{}, a.chosen.block_shift};
+#pragma unroll
+      for (int i = 0; i < halves; i++) {
+        own.blocks[i] = chosen[i] >> bits_of_block * own_block;
+        visible = own.limit(i, visible, first_column);
+      }
+    }
     return visible;
+  }
+
+  __device__ void load_chosen(const DecodeStep& step) {
+#pragma unroll
+    for (int i = 0; i < halves; i++) {
+      chosen[i] = 0;
+#pragma unroll
+      for (int b = 0; b < blocks; b++)
+        chosen[i] |= chosen_in(a.chosen, rows[i], step.tile + b) << bits_of_block * b;
+    }
+  }
+
+  // Whether a row sees positions in block b of the step.
+  __device__ static bool has(const DecodeStep& step, int b) {
+    return step.has(b) && (!is_chosen || step.seen >> (step.tile + b) % chunk_blocks & 1);
   }
 
   // Computes the scores of the warp's positions, and writes the greatest of each pair to shared memory.
   __device__ void find_scores(const DecodeStep& step, uint32_t& visible,
                               FloatsOfPairs<own_columns>& scores) const {
     ForBoth<float> best = {negative_infinity(), negative_infinity()};
-    if (step.has(own_block)) {
+    if (has(step, own_block)) {
       Block::template find_scores<halves>(shared.key(own_block, 8 * first_column), shared.queries(),
                                           query_scale, scores);
       visible = visible_in(step);
@@ -130,7 +160,10 @@ struct DecodeAttention {
   // Whether the lane's pair i has positions in block b of the step.
   __device__ bool meets(const DecodeStep& step, int b, int i) const {
     const int begin = (step.tile + b) * block_positions;
-    return step.has(b) && begin + block_positions > first[i] && begin <= position[i];
+    if constexpr (is_chosen) {
+      if (!(chosen[i] >> bits_of_block * b & all_of_block)) return false;
+    }
+    return has(step, b) && begin + block_positions > first[i] && begin <= position[i];
   }
 
   // Turns scores into weights, writes them to shared memory for their sum, and multiplies them by the values'
@@ -138,7 +171,7 @@ struct DecodeAttention {
   __device__ void weigh(const DecodeStep& step, uint32_t visible, const ForBoth<float>& maximum,
                         FloatsOfPairs<own_columns>& scores) const {
     ForBoth<uint32_t> greatest = {};
-    if (step.has(own_block)) {
+    if (has(step, own_block)) {
       weigh_scores<halves>(visible, maximum, scores);
 #pragma unroll
       for (int n = 0; n < own_columns; n++)
@@ -167,7 +200,7 @@ struct DecodeAttention {
   // Rounds the warp's weights to codes. The first warp of a block of positions also sums the weights of that
   // block, and leaves their scale.
   __device__ void round(const DecodeStep& step, const FloatsOfPairs<own_columns>& weights) const {
-    if (!step.has(own_block)) return;
+    if (!has(step, own_block)) return;
     ForBoth<PlaneScale> by;
 #pragma unroll
     for (int i = 0; i < halves; i++) by[i] = scale_of(own_block, i);
@@ -206,7 +239,7 @@ struct DecodeAttention {
   __device__ void add_values(const DecodeStep& step, const ForBoth<float> (&corrections)[blocks]) {
 #pragma unroll
     for (int b = 0; b < blocks; b++) {
-      if (!step.has(b)) continue;
+      if (!has(step, b)) continue;
       WeightCodes codes;
 #pragma unroll
       for (int half = 0; half < 2; half++) {
@@ -263,7 +296,7 @@ struct DecodeAttention {
   }
 
   // And the queries of its item, with its first.
-  __device__ void load_keys(const DecodeSteps<blocks>& step) const {
+  __device__ void load_keys(const DecodeSteps<blocks, is_chosen>& step) const {
     if (step.begins_item) shared.load_queries(a, step);
     shared.load_keys(a, step);
   }
@@ -272,7 +305,7 @@ struct DecodeAttention {
   // from the copies of the next keys and from maxima, weights from codes, codes from sums of values, and
   // those from the next copies.
   __device__ void attend() {
-    DecodeSteps<blocks> steps(a);
+    DecodeSteps<blocks, is_chosen> steps(a);
     DecodeStep now;
     bool has_now = false;
     while (true) {
@@ -281,6 +314,7 @@ struct DecodeAttention {
       uint32_t visible = 0;
       if (has_now) {
         if (now.begins_run) begin_run(now);
+        if constexpr (is_chosen) load_chosen(now);
         wait_for_copies<places - 1>();
         __syncthreads();
         shared.unpack(shared.keys());
@@ -321,10 +355,11 @@ struct DecodeAttention {
 
 // Rows of draft trees are not supported. Positions and tables were written before the previous launch began,
 // so that the first step may be found before that launch has ended.
-template <int bits, int head_dim, int blocks, int halves, int places>
+template <int bits, int head_dim, int blocks, int halves, int places, bool is_chosen = false>
 __global__ void __launch_bounds__(DecodeMemory<bits, head_dim, blocks, places>::threads, 1)
     attention_integers_decode(const IntegersArguments a) {
-  DecodeAttention<bits, head_dim, blocks, halves, places>(a, reinterpret_cast<uint8_t*>(dynamic_shared))
+  DecodeAttention<bits, head_dim, blocks, halves, places, is_chosen>(
+      a, reinterpret_cast<uint8_t*>(dynamic_shared))
       .attend();
 }
 

@@ -28,6 +28,7 @@ struct DecodeStep : ItemPairs {
   int chunk, begin, end, tile;  // tiles begin … end of the run; the step's first
   int block;                    // of the cache, that has the chunk; read a step ahead of the copies from it
   bool begins_item, begins_run, ends_run;
+  int seen;  // with a choice: a bit for each tile of the chunk that a row of the run sees
 
   // Whether the run has positions in block b of the step.
   __device__ bool has(int b) const { return tile + b >= begin && tile + b <= end; }
@@ -42,7 +43,7 @@ struct DecodeStep : ItemPairs {
 
 // The steps of a block of threads. An item is a tile of rows, a key/value head and a chunk; items are
 // numbered by tiles of rows, then chunks, then heads, and block b takes items b, b + gridDim.x, …
-template <int blocks>
+template <int blocks, bool is_chosen>
 struct DecodeSteps : DecodeStep {
   const IntegersArguments& a;
   const int tile_rows = pairs / (a.num_heads / a.num_kv_heads);
@@ -60,7 +61,8 @@ struct DecodeSteps : DecodeStep {
     begins_item = begins_run = false;
     if (tile >= 0 && !ends_run) {
       tile += blocks;
-      ends_run = tile + blocks > end;
+      if constexpr (is_chosen) skip_unseen();
+      ends_run = is_last();
       return true;
     }
     while (true) {
@@ -68,10 +70,15 @@ struct DecodeSteps : DecodeStep {
         run = ChainRun(a.rows, next_row, last_row);
         next_row = run.end;
         if (!find_tiles_of(a, run.begin, run.end, chunk, chunk, begin, end)) continue;
+        if constexpr (is_chosen) {
+          find_seen();
+          if (!seen) continue;
+        }
         begins_run = true;
         block = a.rows.tables[int64_t{run.segment} * a.rows.table_stride + chunk];
         tile = begin / blocks * blocks;
-        ends_run = tile + blocks > end;
+        if constexpr (is_chosen) skip_unseen();
+        ends_run = is_last();
         return true;
       }
       if (!find_item()) return false;
@@ -80,6 +87,28 @@ struct DecodeSteps : DecodeStep {
   }
 
  private:
+  __device__ bool is_last() const {
+    if constexpr (is_chosen)
+      return seen >> (tile % chunk_blocks + blocks) == 0;
+    else
+      return tile + blocks > end;
+  }
+
+  __device__ void find_seen() {
+    seen = 0;
+#pragma unroll 1
+    for (int row = run.begin; row < run.end; row++) {
+#pragma unroll
+      for (int i = 0; i < chunk_blocks; i++)
+        seen |= (chosen_in(a.chosen, row, chunk * chunk_blocks + i) != 0) << i;
+    }
+  }
+
+  // Goes on to a step with a tile that is seen; there is one.
+  __device__ void skip_unseen() {
+    while (!(seen >> tile % chunk_blocks & ((1 << blocks) - 1))) tile += blocks;
+  }
+
   __device__ bool find_item() {
     for (; first_row < a.rows.num_rows; first_row += tile_rows) {
       last_row = min(first_row + tile_rows, a.rows.num_rows);

@@ -237,8 +237,8 @@ struct TileCopier {
     arrive_barrier(to.full(stage));
   }
 
-  // The tiles of all runs of the block's items, in order.
-  template <int block_pairs>
+  // The tiles of all runs of the block's items, in order; with a choice those that a row of the run sees.
+  template <int block_pairs, bool is_chosen>
   __device__ void copy_all(const IntegersArguments& a) {
     BlockItems<block_pairs> items(a);
     while (items.next()) {
@@ -247,8 +247,11 @@ struct TileCopier {
         const RowRun run(a.rows, begin_row, items.last_row);
         int first_tile, last_tile;
         if (items.find_tiles(run, first_tile, last_tile)) {
-          for (int at = first_tile; at <= last_tile; at++) {
-            const bool ends_chunk = at == last_tile || (at + 1) % chunk_blocks == 0;
+          SeenTiles<is_chosen> seen;
+          first_tile = seen.from(a.chosen, run.begin, run.end, first_tile, last_tile);
+          for (int at = first_tile, next; at <= last_tile; at = next) {
+            next = seen.from(a.chosen, run.begin, run.end, at + 1, last_tile);
+            const bool ends_chunk = next > last_tile || next / chunk_blocks != at / chunk_blocks;
             begin(a, run, {items, run.begin, run.end, at, begins_item, at == first_tile, ends_chunk});
             begins_item = false;
           }

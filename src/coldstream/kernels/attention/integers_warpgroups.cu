@@ -17,8 +17,10 @@ constexpr int group_pairs = 64, threads_of_group = 128;
 // A multiprocessor's registers, for a warpgroup that copies and two that multiply.
 constexpr int copying_registers = 40, multiplying_registers = 232;
 
+constexpr int no_chunk = 0x7fffffff;
+
 // A warpgroup's 64 pairs, 16 a warp.
-template <int bits, int head_dim, int groups>
+template <int bits, int head_dim, int groups, bool is_chosen>
 struct MultiplyingGroup {
   using TileType = StagedTile<bits, head_dim>;
   static constexpr int planes = TileType::planes, query_chunks = 2 * head_dim / 16, steps = head_dim / 32;
@@ -32,11 +34,14 @@ struct MultiplyingGroup {
 
   const IntegersArguments& a;
   uint8_t* const queries;  // [2, block_pairs, head_dim], swizzled
-  int2* const kept_pairs;  // numbers of the item's pairs in the batch, −1 beyond them, and their first chunks
+  // Numbers of the item's pairs in the batch, −1 beyond them, and their first chunks. Of a choice whose
+  // chunks are merged the first one that a pair sees, no_chunk before there is one.
+  int2* const kept_pairs;
   const Staging<bits, head_dim> from;
   const int group_number, warp, lane = threadIdx.x % warp_size, g = lane / 4, t = lane % 4;
 
   ForBoth<int> first, position;  // what the lane's pairs see of the run, if they are its
+  ChosenTile<is_chosen> chosen;  // of the tile
   ForBoth<float> query_scale;
   PairChunk chunks;
   float numerators[head_dim / 8][4];  // of the chunk, column 8n + 2t + b of pair i at [n][2i + b]
@@ -68,7 +73,9 @@ struct MultiplyingGroup {
     const int own = threadIdx.x % threads_of_group;
     if (own < group_pairs) {
       const int number = group_number * group_pairs + own, pair = int(item.pair_at(a, number));
-      kept_pairs[number] = {number < item.num_pairs(a) ? pair : -1, first_chunk_of(a, pair / a.num_heads)};
+      const int first_chunk =
+          is_chosen && a.max_chunks == 1 ? no_chunk : first_chunk_of(a, pair / a.num_heads);
+      kept_pairs[number] = {number < item.num_pairs(a) ? pair : -1, first_chunk};
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) query_scale[i] = a.query_scales[pair_of(item, i)] * (1.0f / low_unit);
@@ -98,6 +105,9 @@ struct MultiplyingGroup {
 
   // Whether pair i sees a position of a tile.
   __device__ bool meets(int i, int tile) const {
+    if constexpr (is_chosen) {
+      if (!chosen.meets(i)) return false;
+    }
     return tile >= first[i] / block_positions && tile * block_positions <= position[i];
   }
 
@@ -247,6 +257,7 @@ struct MultiplyingGroup {
       if (note.tile < 0) return;
       if (note.begins_item) begin_item(note.item);
       if (note.begins_run) begin_run(note);
+      if constexpr (is_chosen) load_chosen(note);
       attend(stage, note.tile);
       const int chunk = note.tile / chunk_blocks;
       const bool ends_chunk = note.ends_chunk;
@@ -256,13 +267,21 @@ struct MultiplyingGroup {
     }
   }
 
+  __device__ void load_chosen(const TileNote& note) {
+    ForBoth<int> rows;
+#pragma unroll
+    for (int i = 0; i < 2; i++) rows[i] = int(pair_of(note.item, i) / a.num_heads);
+    chosen.load(a, rows, note.tile);
+  }
+
   __device__ void attend(int stage, int tile) {
     const float* const scales = from.scales(stage);
     PairFloats scores;
     WeightCodes codes;
     ForBoth<float> correction, unit;
-    const uint32_t visible = visible_in_order(tile, first, position);
+    uint32_t visible = visible_in_order(tile, first, position);
     find_scores(from.keys(stage), scales, scores);
+    if constexpr (is_chosen) visible = chosen.limit(1, chosen.limit(0, visible));
     weigh(tile, visible, scores, correction);
     round(tile, scales + block_positions, visible, scores, codes, unit);
     correct(correction);
@@ -290,6 +309,8 @@ struct MultiplyingGroup {
       }
       __syncwarp();  // all lanes of a pair have read what one of them writes
       if (leaves && t == 0) a.stats[place] = stats;
+      if (is_chosen && merges && leaves && t == 0 && pair.y == no_chunk)
+        kept_pairs[warp * pairs + 8 * i + g].y = chunk;
       chunks.has_begun[i] = false;
     }
     clear();
@@ -320,10 +341,11 @@ struct MultiplyingGroup {
   }
 };
 
-template <int bits, int head_dim, int groups>
+// is_chosen: whether rows see the blocks of `chosen` alone.
+template <int bits, int head_dim, int groups, bool is_chosen = false>
 __global__ void __launch_bounds__((threads_of_group * (groups + 1)), 1)
     attention_integers_warpgroups(const IntegersArguments a) {
-  using Group = MultiplyingGroup<bits, head_dim, groups>;
+  using Group = MultiplyingGroup<bits, head_dim, groups, is_chosen>;
   uint8_t* const shared = reinterpret_cast<uint8_t*>(dynamic_shared);
   const Staging<bits, head_dim> staged = {shared + Group::query_bytes};
   if (threadIdx.x == 0) {
@@ -338,7 +360,7 @@ __global__ void __launch_bounds__((threads_of_group * (groups + 1)), 1)
   if (threadIdx.x < copying_threads) {
     if (groups == 2) give_registers<copying_registers>();
     TileCopier<bits, head_dim> copier = {staged, a.strides.position_bytes, int(threadIdx.x)};
-    copier.template copy_all<Group::block_pairs>(a);
+    copier.template copy_all<Group::block_pairs, is_chosen>(a);
   } else {
     if (groups == 2) take_registers<multiplying_registers>();
     const int thread = threadIdx.x - copying_threads;

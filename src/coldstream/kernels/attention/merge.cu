@@ -1,7 +1,8 @@
 // The end of decode's attention with any number of chunks: a row's chunks merged in ascending order,
 // divided, rotated back, gated where there is a gate, and written as float32, as int8 or as both. A block of
 // threads takes 256 columns of a row, that is a group of activations; a thread takes one. Heads of 512 are
-// rotated as a whole: there a block takes two such groups, and a thread a column of each.
+// rotated as a whole: there a block takes two such groups, and a thread a column of each. With a choice,
+// chunks of which a row sees nothing were not computed, and leave the sums as they are.
 #include "attention/merge.cuh"
 #include "attention/rotation.cuh"
 
@@ -25,8 +26,9 @@ __device__ __forceinline__ float greatest_of_warp(float x) {
 
 // The factors of a batch of chunks, by one warp, whose lanes have the maximum and the denominator of one
 // each; `maximum` is that of the chunks before, unless there are none. Both factors of the first chunk of all
-// are 1.
-__device__ __forceinline__ void find_factors(float2 own, bool is_first, float maximum,
+// are 1. is_seen: false for a chunk without results, whose values are zeros; times minus zero they leave sums
+// as they are, zeros of either sign too.
+__device__ __forceinline__ void find_factors(float2 own, bool is_first, float maximum, bool is_seen,
                                              MergeFactors* factors) {
   const int lane = threadIdx.x % warp_size;
   float after = own.x;
@@ -39,19 +41,21 @@ __device__ __forceinline__ void find_factors(float2 own, bool is_first, float ma
   float before = __shfl_up_sync(all_lanes, after, 1);
   if (lane == 0) before = is_first ? after : maximum;
   factors[lane] = {exact_exp(before - after), exact_exp(own.x - after), own.y, 0.0f};
+  if (!is_seen) factors[lane] = {1.0f, -0.0f, 0.0f, 0.0f};
 }
 
 // `stages` batches of chunks, of one group of columns each, are in shared memory together: one is merged
 // while the others are on their way. Factors are found for some batches at once, a warp for each of them and
 // of the heads. Sinks are merged as a chunk behind the last one, with a denominator of 1 and without values.
-template <int head_dim, bool has_sinks, int stages>
+template <int head_dim, bool has_sinks, int stages, bool is_chosen>
 struct Merger {
   static constexpr int groups = groups_together<head_dim>;
   static constexpr int most_heads = (group_elements + head_dim - 2) / head_dim + 1;  // that a group may meet
   static constexpr int num_warps = merge_threads / warp_size;
   static constexpr int span = most_heads <= 2 ? 8 : most_heads <= 4 ? 4 : most_heads <= 8 ? 2 : 1;  // batches
   static constexpr int items_per_warp = (span * most_heads + num_warps - 1) / num_warps;
-  static constexpr int pieces = group_elements / 4;  // of 16 bytes in the columns of a group
+  static constexpr int pieces = group_elements / 4;              // of 16 bytes in the columns of a group
+  static constexpr float no_results = is_chosen ? -0.0f : 0.0f;  // the denominator where there are none
 
   struct FactorsOfSpan {
     MergeFactors of[most_heads][span * merge_batch];
@@ -93,10 +97,22 @@ struct Merger {
       const int64_t place = first_place + int64_t{column / head_dim} * a.max_chunks + first;
       const float* from = a.values + place * head_dim + column % head_dim;
       for (int i = threadIdx.x / pieces; i < count; i += merge_threads / pieces) {
-        copy_async_16(&staged[stage * merge_batch + i][piece * 4], from + int64_t{i} * head_dim);
+        float* const to = &staged[stage * merge_batch + i][piece * 4];
+        if (sees(first + i))
+          copy_async_16(to, from + int64_t{i} * head_dim);
+        else
+          *reinterpret_cast<float4*>(to) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       }
     }
     commit_copies();
+  }
+
+  // Whether there are results of a chunk.
+  __device__ __forceinline__ bool sees(int chunk) const {
+    if constexpr (is_chosen)
+      return sees_chunk(a.chosen, row, chunk);
+    else
+      return true;
   }
 
   // Of the batches of the span that begins with number `first`. No thread needs the span before any more.
@@ -107,9 +123,9 @@ struct Merger {
     for (int i = 0; i < items_per_warp; i++) {
       const int item = warp + i * num_warps, of = item / span, batch = item % span;
       const int chunk = (first + batch) * merge_batch + lane;
-      own[i] = make_float2(negative_infinity(), 0.0f);
+      own[i] = make_float2(negative_infinity(), no_results);
       if (of >= most_heads) continue;
-      if (first_head + of < a.num_heads && chunk < num_chunks)
+      if (first_head + of < a.num_heads && chunk < num_chunks && sees(chunk))
         own[i] = a.stats[first_place + int64_t{first_head + of} * a.max_chunks + chunk];
       if constexpr (has_sinks) {
         if (first_head + of < a.num_heads && chunk == num_chunks)
@@ -126,7 +142,8 @@ struct Merger {
       const float best = lane < span ? factors.maxima[of][lane] : negative_infinity();
       const float before = fmaxf(maxima[i], greatest_of_warp(lane < batch ? best : negative_infinity()));
       maxima[i] = fmaxf(maxima[i], greatest_of_warp(best));
-      find_factors(own[i], first + batch == 0, before, factors.of[of] + batch * merge_batch);
+      const bool is_seen = !is_chosen || __float_as_uint(own[i].y) != __float_as_uint(no_results);
+      find_factors(own[i], first + batch == 0, before, is_seen, factors.of[of] + batch * merge_batch);
     }
     __syncthreads();
   }
@@ -207,9 +224,10 @@ __device__ __forceinline__ void rotate_head_back(float (&x)[groups_together<head
   for (float& value : x) value *= 1.0f / size;
 }
 
-template <int head_dim, OutputGate gate, bool has_sinks, int stages>
+// is_chosen: whether rows see the blocks of `chosen` alone.
+template <int head_dim, OutputGate gate, bool has_sinks, int stages, bool is_chosen = false>
 __global__ void __launch_bounds__(merge_threads) attention_merge(const MergeArguments a) {
-  using MergerOfHead = Merger<head_dim, has_sinks, stages>;
+  using MergerOfHead = Merger<head_dim, has_sinks, stages, is_chosen>;
   __shared__ typename MergerOfHead::FactorsOfSpan factors;
   float (*const staged)[group_elements] = reinterpret_cast<float (*)[group_elements]>(dynamic_shared);
   wait_for_previous_grid();

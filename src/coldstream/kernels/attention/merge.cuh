@@ -1,7 +1,7 @@
 // What the kernels that merge the chunks of a row have in common.
 #pragma once
 
-#include "attention/grid.cuh"
+#include "attention/choice.cuh"
 #include "cuda/quantize.cuh"
 
 namespace coldstream {
@@ -20,6 +20,7 @@ struct MergeArguments {
   float* scales;
   int16_t* sums;
   int32_t num_rows, gate_stride, num_heads, max_chunks, window;
+  ChosenWords chosen;  // of kernels with a choice
 };
 
 template <int count>

@@ -4,10 +4,11 @@ import ctypes
 from pathlib import Path
 
 from coldstream.kernels.arithmetic.quantised import GROUP_SIZE, QuantActivations
-from coldstream.kernels.attention.arguments import AttentionShape, DecodeWorkspace
+from coldstream.kernels.attention.arguments import AttentionShape, ChosenWords, DecodeWorkspace
 from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
+from coldstream.kernels.indexer.records import ChosenBlocks
 from coldstream.kernels.ops import AttentionHeads, AttentionInputs, Rows
 
 MERGE_BATCH = 32  # chunks
@@ -45,7 +46,7 @@ class MergeKernels:
         self._fewest_batches = min(FEWEST_BATCHES, self._most_batches)
         self._finishing = f"coldstream::attention_finish<{parameters}>"
         self._merging = {
-            batches: f"coldstream::attention_merge<{parameters}, {batches}>"
+            batches: f"coldstream::attention_merge<{parameters}, {batches}{', true' * shape.has_choice}>"
             for batches in {self._fewest_batches, self._most_batches}
         }
         self.programs = {
@@ -59,12 +60,14 @@ class MergeKernels:
         heads: AttentionHeads,
         rows: Rows,
         workspace: DecodeWorkspace,
+        chosen: ChosenBlocks | None = None,
         *,
         out: DeviceArray | None = None,
         quantised: QuantActivations | None = None,
     ) -> None:
         """Attention of every row, as float32, int8 or both, from what `IntegerKernels.attend` left.
 
+        chosen: see `IntegerQueries`.
         gates: see `gates_of`; unless a head has only one, their row stride is a multiple of 4. Writes out
         float32 [T, H · D] and quantised (K = H · D, padded to whole groups), contiguous.
         """
@@ -83,6 +86,7 @@ class MergeKernels:
             num_heads=shape.num_heads,
             max_chunks=max_chunks,
             window=heads.window or 0,
+            chosen=ChosenWords.of(chosen),
         )
         if gates is not None:
             arguments.gates = gates.data_ptr()
