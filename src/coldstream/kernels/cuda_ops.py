@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from coldstream.errors import UnsupportedError
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels.arithmetic.quantised import GROUP_SIZE
 from coldstream.kernels.attention.arguments import (
@@ -48,11 +47,14 @@ from coldstream.kernels.gated_delta_net.cuda import (
     delta_net_replay_cuda,
 )
 from coldstream.kernels.hyper_connections.cuda import inject_norm_cuda, mix_streams_cuda, scaled_silu_cuda
+from coldstream.kernels.indexer.cuda import IndexerWorkspace, choose_blocks_cuda
 from coldstream.kernels.indexer.records import ChosenBlocks, IndexerHeads, IndexerInputs
+from coldstream.kernels.indexer.workspace_sizes import rows_at_once as scored_at_once
 from coldstream.kernels.linear.add_bias import add_bias_cuda
 from coldstream.kernels.linear.records import BiasedOutput
 from coldstream.kernels.ngram.cuda_ops import CudaNgrams
 from coldstream.kernels.ops import (
+    BLOCK_POSITIONS,
     AttentionHeads,
     AttentionInputs,
     Caches,
@@ -258,7 +260,9 @@ class CudaOps(CudaNgrams):
         shape = AttentionShape.of(inputs, heads, caches)
         num_rows, num_heads, head_dim = len(inputs.key), shape.num_heads, shape.head_dim
         queries = IntegerQueries(
-            self.empty(num_rows, num_heads, 2, head_dim, dtype="int8"), self.empty(num_rows, num_heads)
+            self.empty(num_rows, num_heads, 2, head_dim, dtype="int8"),
+            self.empty(num_rows, num_heads),
+            inputs.chosen,
         )
         out = self.activations(num_rows, num_heads * head_dim)
         num_positions = rows.batch.tables.shape[1] * caches.k.shape[1]
@@ -297,7 +301,17 @@ class CudaOps(CudaNgrams):
     def choose_blocks(
         self, inputs: IndexerInputs, heads: IndexerHeads, cache: DeviceArray, rows: Rows
     ) -> ChosenBlocks:
-        raise UnsupportedError("no GPU kernels for indexers are there yet; use --device cpu")
+        assert rows.batch is not None, "a step's rows lie in blocks"
+        num_rows, head_dim = inputs.key.shape
+        length = rows.batch.tables.shape[1] * BLOCK_POSITIONS
+        num_blocks = length // heads.block_size
+        workspace = IndexerWorkspace(
+            self.empty(num_rows, inputs.query.shape[1] // head_dim, head_dim),
+            self.empty(scored_at_once(num_rows, num_blocks), num_blocks),
+        )
+        words = self.empty(num_rows, heads.num_words(length), dtype="int32")
+        self.launch(choose_blocks_cuda, inputs, heads, cache, rows, workspace, words)
+        return ChosenBlocks(words, heads.block_size)
 
     def commit_attention(self, caches: Sequence[tuple[DeviceArray, ...]], path: CommittedPath) -> None:
         self.launch(move_rows_cuda, caches, path)

@@ -39,6 +39,18 @@ inline float half_to_float(uint16_t bits) {
   return sign * __uint_as_float(uint32_t(exponent + 112) << 23 | uint32_t(fraction) << 13);
 }
 
+// To the nearest, of two the even one: subnormal results are multiples of 2^-24, and others have ten bits
+// behind the first.
+inline uint16_t float_to_half(float x) {
+  const uint32_t bits = __float_as_uint(x), magnitude = bits & 0x7fffffffu;
+  const uint16_t sign = uint16_t(bits >> 16 & 0x8000u);
+  if (magnitude > 0x7f800000u) return uint16_t(sign | 0x7e00u);
+  if (magnitude >= 0x477ff000u) return uint16_t(sign | 0x7c00u);
+  if (magnitude < 0x38800000u) return uint16_t(sign | uint16_t(rint(double(fabsf(x)) * 0x1p24)));
+  const uint32_t rounded = magnitude + 0xfffu + (magnitude >> 13 & 1);
+  return uint16_t(sign | uint16_t((rounded >> 13) - (112u << 10)));
+}
+
 // sum + Σ of four products of bytes.
 template <class A, class B>
 int dot_bytes(uint32_t x, uint32_t y, int sum) {

@@ -154,6 +154,13 @@ __device__ __forceinline__ float half_to_float(uint16_t h) {
   return f;
 }
 
+// To the nearest, of two the even one; beyond the greatest it is infinite.
+__device__ __forceinline__ uint16_t float_to_half(float x) {
+  uint16_t h;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
+  return h;
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
