@@ -91,16 +91,14 @@ VARIANTS = {
         },
     ),
     "qwen4exp-ngrams": ("qwen4exp", {"ngrams": True, "types": {**MIX, "per_layer_*": "IQ4_NL"}}),
-}
-# With what a GPU has no kernels for.
-CPU_VARIANTS = {
-    **VARIANTS,
     # Whose rows attend to few of the positions before them.
     "qwen4exp-indexed": ("qwen4exp", {"types": MIX, "dims": Dims(top_k=16)}),
 }
 # A model of each architecture with experts.
-FAMILIES = ("moe", "qwen3moe", "qwen3next", "qwen4exp", "qwen4exp-ngrams", "laguna", "gpt-oss", "gemma4")
-CPU_FAMILIES = (*FAMILIES, "qwen4exp-indexed")
+FAMILIES = (
+    *("moe", "qwen3moe", "qwen3next", "qwen4exp", "qwen4exp-ngrams", "qwen4exp-indexed"),
+    *("laguna", "gpt-oss", "gemma4"),
+)
 # Architectures whose layers differ, each with the types of cache that tests over several take it with.
 MIXED_LAYERS = [
     ("qwen35moe", "i16"),
@@ -122,8 +120,8 @@ MIXED_LAYERS_OF_A_GPU = [
 
 
 def write_variant(folder: Path, name: str) -> Path:
-    """The model of `CPU_VARIANTS` with that name."""
-    arch, options = CPU_VARIANTS[name]
+    """The model of `VARIANTS` with that name."""
+    arch, options = VARIANTS[name]
     path = folder / f"{name}.gguf"
     write_gguf(path, arch, **options)  # type: ignore[arg-type]
     return path
@@ -133,7 +131,9 @@ def write_mixed_layers(folder: Path, arch: str) -> Path:
     """A model of one layer of each kind that `arch` has, and of several types of weights."""
     path, has_ngrams = folder / f"{arch}.gguf", arch == "qwen4exp"
     count = 2 + has_ngrams  # which do not enter the first layer, nor one that attends
-    write_gguf(path, arch, types=MIX, dims=Dims(layers=count, interval=count), ngrams=has_ngrams)
+    # An indexer leaves out positions of all but short texts.
+    dims = Dims(layers=count, interval=count, top_k=32)
+    write_gguf(path, arch, types=MIX, dims=dims, ngrams=has_ngrams)
     return path
 
 

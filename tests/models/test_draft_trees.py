@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from one_sequence import OneSequence, open_cpu
-from runner_cases import CPU_VARIANTS, write_mixed_layers, write_variant
+from runner_cases import VARIANTS, write_mixed_layers, write_variant
 from tree_cases import CONTEXT, LENGTHS, Oracle, Prompts, Tree, check_batch_of_trees, prompt, random_tree
 
 from bench.runners import open_cpu_runner
@@ -90,7 +90,7 @@ def test_trap_37_trees_with_windows(small_path: Path, kv_type: str, window: int)
 
 
 @pytest.mark.sharded(9)
-@pytest.mark.parametrize("name", CPU_VARIANTS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_trees_of_every_kind_of_model(tmp_path: Path, name: str) -> None:
     path = write_variant(tmp_path, name)
     with open_runner(path, threads=2) as runner, open_runner(path, threads=1) as plain:

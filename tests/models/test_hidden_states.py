@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from one_sequence import OneSequence, open_cpu
-from runner_cases import CPU_VARIANTS, token_ids, write_variant
+from runner_cases import VARIANTS, token_ids, write_variant
 
 from coldstream.errors import InvalidRequestError, UnsupportedError
 from coldstream.gguf.reader import GGUFFile
@@ -44,7 +44,7 @@ def runner(tmp_path: Path) -> Iterator[OneSequence]:
 
 
 @pytest.mark.sharded(9)
-@pytest.mark.parametrize("name", CPU_VARIANTS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_they_are_those_of_the_definition(tmp_path: Path, name: str) -> None:
     path, ids = write_variant(tmp_path, name), token_ids(6)
     with open_cpu(path, threads=2, context_length=64) as runner:

@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 from one_sequence import OneSequence, open_cpu
-from runner_cases import CPU_FAMILIES, write_variant
+from runner_cases import FAMILIES, write_variant
 from tree_cases import prompt
 
 from coldstream.errors import InvalidRequestError, OutOfMemoryError
@@ -18,7 +18,7 @@ CONTEXT = 600
 SIZE = CacheSize.of(8, CONTEXT, num_trees=2)
 
 
-@pytest.fixture(scope="module", params=CPU_FAMILIES)
+@pytest.fixture(scope="module", params=FAMILIES)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Experts behind layers of both kinds of mixer, and behind attention alone."""
     return write_variant(tmp_path_factory.mktemp("models"), request.param)

@@ -9,7 +9,7 @@ from cuda_runner_cases import open_cuda
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from one_sequence import OneSequence, open_cpu
-from runner_cases import CPU_FAMILIES, write_mixed_layers, write_variant
+from runner_cases import FAMILIES, write_mixed_layers, write_variant
 from tree_cases import prompt
 
 from coldstream.errors import InvalidRequestError, OutOfMemoryError
@@ -22,7 +22,7 @@ MIN = MIN_FORK_ROWS
 SIZE = CacheSize.of(8, CONTEXT, num_trees=1)
 
 
-@pytest.fixture(scope="module", params=CPU_FAMILIES)
+@pytest.fixture(scope="module", params=FAMILIES)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_variant(tmp_path_factory.mktemp("models"), request.param)
 

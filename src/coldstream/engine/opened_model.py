@@ -44,7 +44,7 @@ from coldstream.placement.policies import Policy
 from coldstream.placement.run_plan import RunPlan
 from coldstream.planning.choose import is_sure_to_map
 from coldstream.planning.config import EngineConfig
-from coldstream.planning.device_choice import OpenProgress, choose_device, spec_for_device
+from coldstream.planning.device_choice import OpenProgress, choose_device
 from coldstream.planning.draft_file import NOTHING_IS_DRAFTED, open_draft
 from coldstream.planning.gather import Sources, bundled_profile, plan_model
 from coldstream.planning.last_runs import keep_lock, keep_observed
@@ -219,7 +219,7 @@ def open_model(
     with ExitStack() as cleanup, compiling_for_rates(hardware) if measures else nullcontext():
         begin("reading the header")
         file = cleanup.enter_context(GGUFFile.open(path))
-        spec = spec_for_device(read_spec(file.metadata, file.tensors), config)
+        spec = read_spec(file.metadata, file.tensors)
         sure = partial(is_sure_to_map, config, hardware, sum(file.shard_bytes) + prompt_cache_bytes)
         lock = cleanup.enter_context(_begin_lock(file, spec, sure, measures=measures, is_early=is_early))
         with ThreadPoolExecutor(1) as beside, open_draft(config, spec, progress) as draft:

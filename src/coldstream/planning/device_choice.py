@@ -15,7 +15,6 @@ from coldstream.kernels.cuda.device import (
     gpu_is_visible,
     missing_packages,
 )
-from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.planning.config import EngineConfig
 
 # Called with the name of the current task, the amount done and the whole amount.
@@ -62,8 +61,3 @@ def device_to_plan_for(config: EngineConfig) -> tuple[EngineConfig, Gpu | None, 
 
 def _asks_for_a_gpu(config: EngineConfig) -> bool:
     return config.device == "cuda" or config.vram != "auto"
-
-
-def spec_for_device(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
-    """`spec` for the texts that the device of a `config` computes: a GPU has no kernels for an indexer."""
-    return spec.without_indexer if config.device == "cuda" else spec

@@ -49,7 +49,7 @@ from coldstream.placement.sizes import ModelSizes
 from coldstream.planning.advice import advised
 from coldstream.planning.choose import TooSmall, choose, concrete_config, place, with_ram
 from coldstream.planning.config import EngineConfig
-from coldstream.planning.device_choice import OpenProgress, device_to_plan_for, spec_for_device
+from coldstream.planning.device_choice import OpenProgress, device_to_plan_for
 from coldstream.planning.draft_file import NOTHING_IS_DRAFTED, open_draft
 from coldstream.planning.draft_reason import draft_reason
 from coldstream.planning.facts import DraftNeeds, Facts, ModelFacts, with_kv_type
@@ -386,7 +386,6 @@ def plan_by_name(
         if profile is not None:
             trace = RoutingTrace.load(profile, routed_model(file, spec))
         config, gpu, warnings = device_to_plan_for(config)
-        spec = spec_for_device(spec, config)
         warnings += why_unusable(hardware_of(gpu))
         hardware = measured_hardware(gpu, progress, again=measure)
         warnings += why_not_kept(hardware)

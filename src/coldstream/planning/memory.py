@@ -19,6 +19,7 @@ from coldstream.errors import ModelFormatError
 from coldstream.experts.staging import NUM_PINNED_BUFFERS, RingShape
 from coldstream.kernels.attention.workspace_sizes import PART_ROWS, most_partial_bytes
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
+from coldstream.kernels.indexer.workspace_sizes import workspace_bytes as indexer_bytes
 from coldstream.kernels.ops import BLOCK_POSITIONS
 from coldstream.kvcache.cache import CacheSize, kept_bytes, kv_token_bytes
 from coldstream.models.cuda.capacity import (
@@ -291,7 +292,12 @@ def _workspace_bytes(spec: ModelSpec, ctx_size: int, chunk_size: int) -> int:
     partial_bytes = max((most_partial_bytes(*each, ctx_size) for each in sizes), default=0)
     # About three quarters of the activations are there beside these chunks; the others are experts'.
     beside = 3 * _activation_bytes(spec, min(chunk_size, PART_ROWS)) // 4
-    return max(_activation_bytes(spec, chunk_size), partial_bytes + beside)
+    activations = max(_activation_bytes(spec, chunk_size), partial_bytes + beside)
+    if spec.indexer is None or not spec.for_context(ctx_size).is_indexed:
+        return activations
+    indexer = spec.indexer
+    row_numbers, num_blocks = indexer.num_heads * indexer.head_dim, -(-ctx_size // indexer.block_size)
+    return activations + indexer_bytes(chunk_size, row_numbers, num_blocks)
 
 
 def _activation_bytes(spec: ModelSpec, chunk_size: int) -> int:

@@ -30,8 +30,6 @@ from coldstream.models import ModelSpec, block_tensors, global_tensors
 from coldstream.models.cuda.memory_plan import check_supported
 from coldstream.models.footprint import dense_bytes, ngram_cache_bytes, trunk_bytes
 from coldstream.models.spec.layer_specs import HyperConnectionSpec, IndexerSpec
-from coldstream.planning.config import EngineConfig
-from coldstream.planning.device_choice import spec_for_device
 from convert_hf import Variant, convert
 from gguf import GGMLQuantizationType as Type
 from hf_models import NGRAMS, hf_logits, tiny_qwen4exp
@@ -143,6 +141,16 @@ def test_logits_of_a_gpu_with_ngrams_equal_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("budget", "block_size"), [(16, 4), (32, 8)])
+def test_logits_of_a_gpu_beyond_the_choice_of_the_indexer_equal_transformers(
+    budget: int, block_size: int, tmp_path: Path
+) -> None:
+    ids, model = random_ids(90), tiny_qwen4exp(indexer_budget=budget, indexer_compress_ratio=block_size)
+    path = convert(model, tmp_path / "model.gguf")
+    assert_gpu_equals(path, ids, hf_logits(model, ids).numpy())
+
+
+@pytest.mark.gpu
 def test_a_gpu_chooses_the_tokens_that_llama_cpp_chooses(tmp_path: Path) -> None:
     model = tiny_qwen4exp(indexer_budget=2048, linear_num_value_heads=4)
     path = convert(model, tmp_path / "model.gguf", Variant(MIXED_TYPES))
@@ -188,18 +196,22 @@ def test_drafts_need_no_indexer(spec_of: Callable[[TinyModel], ModelSpec], tmp_p
         assert all(layer.index is None for layer in mtp._sequences.tensors.layers)
 
 
-def test_a_gpu_computes_short_texts(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
-    spec = spec_of(make_model("qwen4exp", quant="F32", tokenizer=False))
-    on_gpu = spec_for_device(spec, EngineConfig("tiny.gguf", device="cuda"))
-    assert spec_for_device(spec, EngineConfig("tiny.gguf", device="cpu")) is spec
-    check_supported(on_gpu)
-    assert (on_gpu.context_length, on_gpu.context_bound) == (
-        2051,
-        "this model attends to without its indexer",
-    )
-    assert [each for each in on_gpu.warnings if "which no GPU kernel computes yet: use --device cpu" in each]
-    with pytest.raises(UnsupportedError, match="no GPU kernels for texts of more than 2051 tokens"):
-        check_supported(spec)
+def test_indexers_without_a_gpu_kernel_are_refused(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
+    spec = spec_of(tiny())
+    check_supported(spec)
+    for changes, message in (
+        (
+            {"indexer": replace(spec.indexer, head_dim=136)},
+            "an indexer's heads of 136: multiples of 8 up to 128",
+        ),
+        ({"window": 60}, "an indexer beside a window"),
+    ):
+        layers = [
+            replace(layer, mixer=replace(layer.mixer, **changes)) if kind == "attention" else layer
+            for layer, kind in zip(spec.layers, spec.layer_kinds, strict=True)
+        ]
+        with pytest.raises(UnsupportedError, match=f"no GPU kernels for {message}"):
+            check_supported(replace(spec, layers=tuple(layers)))
 
 
 @pytest.mark.parametrize("sizes", [[0, 0, 0, 0], None], ids=["zeros", "absent"])
@@ -333,7 +345,7 @@ def test_norms_that_lack_their_one_are_noticed(tmp_path: Path) -> None:
 
 
 def test_ngrams_without_a_gpu_kernel_are_refused(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
-    spec = spec_of(make_model("qwen4exp", quant="F32", tokenizer=False, ngrams=True)).without_indexer
+    spec = spec_of(make_model("qwen4exp", quant="F32", tokenizer=False, ngrams=True))
     check_supported(spec)
     assert spec.ngram is not None
     assert spec.ngram_layer is not None
@@ -383,7 +395,7 @@ def test_fl01_a_table_that_shrinks_is_an_error(tmp_path: Path) -> None:
 
 
 def test_streams_without_a_gpu_kernel_are_refused(spec_of: Callable[[TinyModel], ModelSpec]) -> None:
-    spec = spec_of(make_model("qwen4exp", quant="F32", tokenizer=False)).without_indexer
+    spec = spec_of(make_model("qwen4exp", quant="F32", tokenizer=False))
     check_supported(spec)
     with pytest.raises(UnsupportedError, match="4 residual streams of 4096 values: up to 8, 12288 values"):
         check_supported(replace(spec, hidden_size=4096))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from one_sequence import open_cpu
-from runner_cases import CPU_FAMILIES, MIX, VARIANTS, reference_logits, token_ids, write_variant
+from runner_cases import FAMILIES, MIX, VARIANTS, reference_logits, token_ids, write_variant
 
 from builders import Dims, write_gguf
 from coldstream.errors import InvalidRequestError, ModelChangedError, UnsupportedError
@@ -29,7 +29,7 @@ def moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=CPU_FAMILIES)
+@pytest.fixture(scope="module", params=FAMILIES)
 def family_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Experts behind layers of both kinds of mixer, and behind attention alone."""
     return write_variant(tmp_path_factory.mktemp("models"), request.param)

@@ -76,8 +76,7 @@ def test_the_demo_model_has_the_same_bits_on_gpu_and_cpu() -> None:
 @pytest.mark.gpu
 def test_a_request_alone_and_among_31_others_in_any_chunks(family_path: Path) -> None:
     """Row and chunk invariance, bit for bit: at once and in chunks of 64 and 4096, alone and in slot 17."""
-    is_bounded = family_path.stem.startswith("qwen4exp")  # by an indexer, which a GPU has not
-    context_length, tokens = 2048 if is_bounded else 4352, token_ids(9)
+    context_length, tokens = 4352, token_ids(9)
     prompts = [token_ids(300 + 7 * slot) for slot in range(32)]
     prompts[17] = token_ids(context_length - 152)
     with open_cuda(family_path, context_length) as alone:

@@ -24,6 +24,8 @@ from coldstream.kernels.cuda.program import CudaProgram, Noted, note_kernels
 from coldstream.kernels.fused.cuda import PROGRAM as FUSED
 from coldstream.kernels.gated_delta_net.arguments import HEAD_SIZES, TAPS
 from coldstream.kernels.hyper_connections.cuda import MAX_STREAMS, MAX_WIDTH, SIZE_MULTIPLE
+from coldstream.kernels.indexer.cuda import HEAD_SIZES as INDEXER_SIZES
+from coldstream.kernels.indexer.cuda import takes_heads_of as takes_indexer_of
 from coldstream.kernels.linear.integer_types import INTEGER_TYPES
 from coldstream.kernels.ngram.cuda import COLS_MULTIPLE, MOST_HEADS
 from coldstream.kernels.ops import MAX_SHORT_CHAIN
@@ -225,12 +227,8 @@ def check_supported(spec: ModelSpec) -> None:
         f"{spec.num_experts} experts: at most {MAX_EXPERTS}": spec.num_experts > MAX_EXPERTS,
         **_missing_streams(spec),
         **_missing_ngrams(spec),
+        **_missing_indexer(spec),
     }
-    if spec.indexer is not None and spec.is_indexed:
-        raise UnsupportedError(
-            f"no GPU kernels for texts of more than {spec.indexer.dense_positions} tokens, for which this "
-            "model has an indexer, are there yet; use a smaller --ctx-size, or --device cpu"
-        )
     for what, is_missing in wanted.items():
         if is_missing:
             raise UnsupportedError(f"no GPU kernels for {what} are supported; use --device cpu")
@@ -253,6 +251,17 @@ def _missing_ngrams(spec: ModelSpec) -> dict[str, bool]:
     return {
         f"n-grams of {width} values together: multiples of {COLS_MULTIPLE}": width % COLS_MULTIPLE != 0,
         f"n-grams of {heads} heads: at most {MOST_HEADS}": heads > MOST_HEADS,
+    }
+
+
+def _missing_indexer(spec: ModelSpec) -> dict[str, bool]:
+    """Of `check_supported`, for what chooses the positions that long texts attend to."""
+    if spec.indexer is None or not spec.is_indexed:
+        return {}
+    size, layers = spec.indexer.head_dim, [each for each in spec.attentions if each.indexer is not None]
+    return {
+        f"an indexer's heads of {size}: {INDEXER_SIZES}": not takes_indexer_of(size),
+        "an indexer beside a window": any(each.window is not None for each in layers),
     }
 
 

@@ -52,27 +52,29 @@ class ModelSpec:
                 f"{self.architecture}.nextn_predict_layers is {self.num_absent_nextn_layers}, but the file "
                 "holds no tensor of a block for multi-token prediction (MTP): the model runs without one"
             )
-        indexer = self.indexer
-        if indexer is not None and self.context_length == indexer.dense_positions:
-            reason = "no GPU kernel computes yet: use --device cpu"
-            if not indexer.block_size:
-                reason = (
-                    f"{self.architecture}.attention.compress_ratios has to describe and the converter lost: "
-                    "convert the checkpoint again with a current one"
-                )
+        if self._lacks_block_size:
             found.append(
                 f"a text has at most {self.context_length} tokens: behind them {self.architecture} chooses "
-                f"the positions that it attends to by an indexer, which {reason}"
+                "the positions that it attends to by an indexer, which "
+                f"{self.architecture}.attention.compress_ratios has to describe and the converter lost: "
+                "convert the checkpoint again with a current one"
             )
         return tuple(found)
 
     @property
     def context_bound(self) -> str:
         """What bounds the context, to end a sentence about its tokens."""
-        indexer = self.indexer
-        if indexer is not None and self.context_length == indexer.dense_positions:
+        if self._lacks_block_size:
             return "this model attends to without its indexer"
         return "the model was trained for"
+
+    @property
+    def _lacks_block_size(self) -> bool:
+        """Whether texts end where an indexer would begin to choose, because the file does not say how."""
+        indexer = self.indexer
+        if indexer is None or indexer.block_size:
+            return False
+        return self.context_length == indexer.dense_positions
 
     @property
     def is_indexed(self) -> bool:
@@ -87,11 +89,6 @@ class ModelSpec:
     def for_context(self, length: int) -> Self:
         """The same for texts of at most `length` tokens, which may need no indexer."""
         return replace(self, context_length=min(length, self.context_length))
-
-    @property
-    def without_indexer(self) -> Self:
-        """The same for texts in which every row attends to all positions before it."""
-        return self if self.indexer is None else self.for_context(self.indexer.dense_positions)
 
     @property
     def indexer(self) -> IndexerSpec | None:
