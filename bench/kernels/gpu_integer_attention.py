@@ -67,19 +67,19 @@ class Layer:
         batch = BatchRows(first, tables, on_device, none, none, has_trees=False, is_deep=is_deep)
         self.rows = Rows(on_device, first, batch)
         self.inputs = AttentionInputs(
-            torch.randn(num_rows, HEADS * 2 * head_dim, device="cuda"),
-            *(torch.randn(num_rows, KV_HEADS * head_dim, device="cuda") for _ in "kv"),
+            torch.randn(num_rows, shape.num_heads * 2 * head_dim, device="cuda"),
+            *(torch.randn(num_rows, shape.num_kv_heads * head_dim, device="cuda") for _ in "kv"),
             rope_angles(positions, ROPE).cuda(),
         )
         self.heads = AttentionHeads(*(torch.ones(head_dim, device="cuda") for _ in range(2)), 1e-6)
-        block = cache_type.encode(torch.randn(1, BLOCK_POSITIONS, KV_HEADS, head_dim)).cuda()
+        block = cache_type.encode(torch.randn(1, BLOCK_POSITIONS, shape.num_kv_heads, head_dim)).cuda()
         blocks = block.repeat(num_blocks, 1, 1, 1)
         self.caches = Caches(blocks, blocks.clone())
         self.queries = IntegerQueries(
-            torch.zeros(num_rows, HEADS, 2, head_dim, dtype=torch.int8, device="cuda"),
-            torch.zeros(num_rows, HEADS, device="cuda"),
+            torch.zeros(num_rows, shape.num_heads, 2, head_dim, dtype=torch.int8, device="cuda"),
+            torch.zeros(num_rows, shape.num_heads, device="cuda"),
         )
-        self.out = torch.zeros(num_rows, HEADS * head_dim, device="cuda")
+        self.out = torch.zeros(num_rows, shape.num_heads * head_dim, device="cuda")
 
     def workspace(self, num_positions: int) -> DecodeWorkspace:
         num_rows = len(self.out)
@@ -94,7 +94,8 @@ class Layer:
         self.kernels.attend(self.queries, self.heads.window, self.caches, self.rows, workspace)
 
     def merge(self, workspace: DecodeWorkspace) -> None:
-        self.kernels.merge(self.inputs.query_gate, self.heads, self.rows, workspace, out=self.out)
+        gates = self.inputs.query_gate
+        self.kernels.merge(gates, self.heads, self.rows, workspace, self.queries.chosen, out=self.out)
 
 
 def measured(shape: AttentionShape, num_rows: int, depth: int, bandwidth: float) -> dict[str, Any]:
