@@ -9,6 +9,7 @@ import pytest
 from bench.runners import fixed_part_on_gpu
 from builders import Dims, write_gguf
 from coldstream.gguf.reader import GGUFFile
+from coldstream.kernels.indexer.workspace_sizes import workspace_bytes
 from coldstream.kvcache import CacheSize
 from coldstream.kvcache.cache import kv_token_bytes
 from coldstream.models.footprint import model_sizes
@@ -79,6 +80,28 @@ def test_the_workspace_of_decode_steps_is_estimated_by_the_context(
         assert 0.5 < counted.workspace / estimated.workspace < 2
     else:
         assert counted.workspace == pytest.approx(estimated.workspace, rel=0.1)
+
+
+def test_workspace_of_an_indexer_is_counted(tmp_path: Path) -> None:
+    """Beside attention's, and only where texts are longer than what it leaves whole."""
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "qwen4exp", dims=Dims(context=262_144, top_k=64))
+    spec, sizes = read(path)
+    assert spec.indexer is not None
+    layers = tuple(
+        replace(each, mixer=replace(each.mixer, indexer=None)) if kind == "attention" else each
+        for each, kind in zip(spec.layers, spec.layer_kinds, strict=True)
+    )
+    for ctx_size, is_indexed in ((67, False), (68, True), (262_144, True)):
+        own, without = (
+            memory(each, sizes, ctx_size).fixed_part(2**20) for each in (spec, replace(spec, layers=layers))
+        )
+        row_numbers = spec.indexer.num_heads * spec.indexer.head_dim
+        expected = workspace_bytes(own.chunk_size, row_numbers, ctx_size // 4) if is_indexed else 0
+        assert own.workspace - without.workspace == expected
+    with GGUFFile.open(path) as file:
+        counted = fixed_part_on_gpu(file, memory(spec, sizes, 262_144, {}), 2**20)
+    assert 0.6 < counted.workspace / own.workspace < 1.1
 
 
 def test_a_small_budget_takes_small_steps_of_prefill(tmp_path: Path) -> None:
