@@ -8,7 +8,7 @@ NUMBER_BYTES = 4
 
 
 def rows_at_once(num_rows: int, num_blocks: int) -> int:
-    """How many rows of a step have their scores, one for each block of positions, at the same time."""
+    """Rows of a step that have their scores, one for each block of positions, at the same time."""
     return max(1, min(num_rows, MOST_SCORES // num_blocks))
 
 
