@@ -22,7 +22,7 @@ SCORE_THREADS, SCORE_KEYS, KEY_STRIDE, SLICE_PAIRS = 128, 64, 68, 32
 SELECT_THREADS = 512
 HEAD_MULTIPLE, LARGEST_HEAD = 8, 128
 HEAD_SIZES = f"multiples of {HEAD_MULTIPLE} up to {LARGEST_HEAD}"
-FEW_ROWS, MOST_TILE_ROWS = 64, 32  # of a step whose blocks take one slice of pairs; of a block
+MOST_SLICED, MOST_TILE_ROWS = 64, 32  # rows of a step whose blocks take one slice of pairs; of a block
 
 
 @declared_in("indexer/indexer.cu")
@@ -63,7 +63,7 @@ def choose_blocks_cuda(
     arguments.words, arguments.num_words = words.data_ptr(), words.shape[1]
     at_once, num_blocks = workspace.scores.shape
     of_slice = max(1, SLICE_PAIRS // arguments.num_heads)
-    tile_rows = min(MOST_TILE_ROWS, of_slice) if num_rows <= FEW_ROWS else MOST_TILE_ROWS
+    tile_rows = min(MOST_TILE_ROWS, of_slice) if num_rows <= MOST_SLICED else MOST_TILE_ROWS
     for first in range(0, num_rows, at_once):
         count = min(at_once, num_rows - first)
         PROGRAM.kernel(SCORE).launch(
