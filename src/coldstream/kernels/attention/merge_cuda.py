@@ -67,9 +67,9 @@ class MergeKernels:
     ) -> None:
         """Attention of every row, as float32, int8 or both, from what `IntegerKernels.attend` left.
 
-        chosen: see `IntegerQueries`.
-        gates: see `gates_of`; unless a head has only one, their row stride is a multiple of 4. Writes out
-        float32 [T, H · D] and quantised (K = H · D, padded to whole groups), contiguous.
+        chosen: see `IntegerQueries`. gates: see `gates_of`; unless a head has only one, their row stride is a
+        multiple of 4. Writes out float32 [T, H · D] and quantised (K = H · D, padded to whole groups),
+        contiguous.
         """
         shape, num_rows, max_chunks = self.shape, len(rows.positions), workspace.values.shape[2]
         gate_stride = 0 if gates is None else gates.stride(0)
@@ -88,12 +88,9 @@ class MergeKernels:
             window=heads.window or 0,
             chosen=ChosenWords.of(chosen),
         )
-        if gates is not None:
-            arguments.gates = gates.data_ptr()
-        if heads.sinks is not None:
-            arguments.sinks = heads.sinks.data_ptr()
-        if out is not None:
-            arguments.out = out.data_ptr()
+        for name, array in (("gates", gates), ("sinks", heads.sinks), ("out", out)):
+            if array is not None:
+                setattr(arguments, name, array.data_ptr())
         if quantised is not None:
             arguments.codes, arguments.scales = quantised.q.data_ptr(), quantised.scales.data_ptr()
             arguments.sums = quantised.sums.data_ptr()
