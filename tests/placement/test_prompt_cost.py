@@ -18,6 +18,7 @@ from coldstream.placement.prompt_cost import (
     GROUP_LAUNCHES,
     MAX_CPU_ROWS,
     MAX_RECORDED_ROWS,
+    MOST_CPU_ROWS,
     PROMPT_LAUNCHES,
     RECORDED_GROUP_LAUNCHES,
     RECORDED_LAUNCHES,
@@ -26,6 +27,7 @@ from coldstream.placement.prompt_cost import (
     expected_rows,
     expected_touched,
     prefill_seconds,
+    rows_with_cpu,
 )
 from coldstream.placement.rates import Rates
 from coldstream.placement.sizes import BUFFER_BYTES, ModelSizes
@@ -84,7 +86,7 @@ def test_a_longer_prompt_is_never_sooner_over(count: int, more: int, machine: Ra
     assert seconds(count, machine) <= seconds(count + more, machine)
 
 
-@given(st.sampled_from([168, MAX_SHARED_ROWS, MAX_CPU_ROWS, 8192]), rates)
+@given(st.sampled_from([168, MAX_SHARED_ROWS, MAX_CPU_ROWS, 16384]), rates)
 def test_missing_experts_never_make_a_prompt_faster_and_no_link_never_helps(
     count: int, machine: Rates
 ) -> None:
@@ -100,7 +102,30 @@ def test_the_cpu_has_a_part_only_in_steps_that_it_can_take() -> None:
     slow = replace(H200, cpu_bytes_per_s=H200.cpu_bytes_per_s / 1000)
     for count in (MAX_SHARED_ROWS, MAX_SHARED_ROWS + 1, MAX_CPU_ROWS):
         assert seconds(count, slow, NOTHING) > 1.05 * seconds(count, H200, NOTHING)
-    assert seconds(MAX_CPU_ROWS + 1, slow, NOTHING) == seconds(MAX_CPU_ROWS + 1, H200, NOTHING)
+    assert seconds(MOST_CPU_ROWS + 1, slow, NOTHING) == seconds(MOST_CPU_ROWS + 1, H200, NOTHING)
+
+
+@given(rates, st.sampled_from([256, 2048, 4096, 8192, 16384]), st.booleans())
+def test_the_cpu_has_room_for_longer_steps_where_they_are_sooner_over_with_it(
+    machine: Rates, chunk_size: int, has_all: bool
+) -> None:
+    resident = ALL if has_all else NOTHING
+    rows = rows_with_cpu(FULL_SIZES, machine, resident, chunk_size)
+    assert rows in {min(size, chunk_size) for size in (MAX_CPU_ROWS, 4096, MOST_CPU_ROWS)}
+    idle = replace(machine, cpu_bytes_per_s=1e-3, expert_bytes_per_s=None)
+    assert rows_with_cpu(FULL_SIZES, idle, resident, chunk_size) == min(MAX_CPU_ROWS, chunk_size)
+    if rows > MAX_CPU_ROWS:
+        with_cpu, without = (
+            prefill_seconds(FULL_SIZES, each, resident, None, rows, rows) for each in (machine, idle)
+        )
+        assert with_cpu < 0.9 * without
+
+
+def test_a_slow_bus_wants_the_cpu_in_long_steps_and_a_slow_gpu_does_not() -> None:
+    slow_bus = replace(H200, link_bytes_per_s=7e9, link_beside_read=7e9)
+    assert rows_with_cpu(FULL_SIZES, slow_bus, NOTHING, 16384) == MOST_CPU_ROWS
+    slow_gpu = replace(slow_bus, product_ops_per_s=1e13)
+    assert rows_with_cpu(FULL_SIZES, slow_gpu, NOTHING, 16384) == MAX_CPU_ROWS
 
 
 @given(st.sampled_from([168, 512, 2048]), st.integers(2**23, 2**26), st.integers(0, 2**25), rates)
@@ -166,7 +191,10 @@ def test_only_the_last_row_meets_the_head() -> None:
 @pytest.mark.parametrize("ring", [2**26, 2**28])
 def test_what_a_ring_does_not_hold_comes_behind_the_gpus_work(ring: int) -> None:
     """Of a layer, whose copies cannot go on while the GPU is busy and the ring is full."""
-    count, copied = 8192, sum(FULL_SIZES.expert_bytes) * FULL_SIZES.num_experts / H200.link_bytes_per_s
+    count, copied = (
+        2 * MOST_CPU_ROWS,
+        sum(FULL_SIZES.expert_bytes) * FULL_SIZES.num_experts / H200.link_bytes_per_s,
+    )
     compute, first = seconds(count, H200), copied / FULL_SIZES.num_layers
     held = FULL_SIZES.num_layers * ring / H200.link_bytes_per_s
     found = prefill_seconds(FULL_SIZES, H200, NOTHING, None, count, count, ring_bytes=ring)

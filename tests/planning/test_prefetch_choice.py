@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from coldstream.placement.cost import COPY_BYTES_PER_STEP, PREFETCHED, miss_time
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.prompt_cost import MAX_CPU_ROWS
 from coldstream.placement.rates import Rates
+from coldstream.placement.run_plan import RunPlan
 from coldstream.planning import workers
 from coldstream.planning.gather import Sources, plan_model
 from coldstream.planning.machine import hardware_with
@@ -114,3 +116,29 @@ def test_what_was_decided_is_done_and_the_text_stays(tmp_path: Path, monkeypatch
             assert experts is not None
             assert (experts.prefetch is not None) == bool(count)
     assert len(texts) == 1
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_the_cpu_has_a_part_in_longer_steps_where_that_pays_and_ram_has_room(
+    has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vram = budget_for_a_part_of_the_experts(MACHINE)
+    asked = list[int]()
+
+    def pool_of(run: RunPlan, *_: object) -> object:
+        return None if has_room or run.max_cpu_rows == 16 else "a pool"
+
+    def rows_with_cpu(_: object, rates: Rates, resident: Any, chunk_size: int, ring_bytes: int) -> int:
+        asked.append(int(resident.sum()))
+        return min(64, chunk_size)
+
+    monkeypatch.setattr(workers, "MAX_CPU_ROWS", 16)
+    monkeypatch.setattr(workers, "pool_of", pool_of)
+    monkeypatch.setattr(workers, "rows_with_cpu", rows_with_cpu)
+    config = EngineConfig(str(demo_model_path()), device="cuda", vram=vram, ctx_size=256)
+    with GGUFFile.open(demo_model_path()) as file:
+        spec = read_spec(file.metadata, file.tensors)
+        planned = plan_model(config, Sources(file, spec, MACHINE))
+    assert asked[-1] == planned.plan.num_resident
+    assert planned.run.max_cpu_rows == (64 if has_room else 16)
+    assert planned.run.pool is None

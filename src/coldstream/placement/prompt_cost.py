@@ -48,9 +48,11 @@ GROUP_LAUNCHES: Final = 5  # of a group: its addresses, its tiles, two products,
 # two norms, and two sums.
 CPU_ROW_OPS: Final = 4
 STATE_BYTES: Final = 4  # of a value of a recurrent state
-# Most tokens of a prefill step in which the CPU computes experts. With more, the GPU takes longer than the
-# bus.
+# Tokens of a prefill step for which the CPU has room in any case. In longer ones a GPU often takes longer
+# than the bus. There is room for them where they are sooner over with the CPU.
 MAX_CPU_ROWS: Final = 2048
+MOST_CPU_ROWS: Final = 8192
+WORTH_ROOM: Final = 0.85  # of a longer step's time without the CPU's part
 
 
 def prefill_seconds(
@@ -73,7 +75,9 @@ def prefill_seconds(
         compute = _gpu_seconds(model, rates, step)
         spread = np.ones_like(step.rows) if uses is not None else _spread(resident)
         ring = _ring_of(model, ring_bytes)
-        step_s = _step_seconds(model, rates, step, compute, spread, ~resident, ring)
+        with_cpu, without = _step_seconds(model, rates, step, compute, spread, ~resident, ring)
+        has_room = step.count <= MAX_CPU_ROWS or with_cpu <= WORTH_ROOM * without
+        step_s = min(with_cpu, without) if has_room else without
         if on_disk is not None:
             read_s = float((step.touched * _sizes(model))[on_disk].sum()) / rates.disk_bytes_per_s
             step_s = max(
@@ -81,6 +85,21 @@ def prefill_seconds(
             )  # the first layer's overlap with nothing
         seconds += step_s
     return seconds
+
+
+def rows_with_cpu(
+    model: ModelSizes, rates: Rates, resident: Array, chunk_size: int, ring_bytes: int | None = None
+) -> int:
+    """Most rows of a prefill step in which the CPU is to have a part. Arguments as of `prefill_seconds`."""
+    found, spread, ring = min(MAX_CPU_ROWS, chunk_size), _spread(resident), _ring_of(model, ring_bytes)
+    while 2 * found <= min(chunk_size, MOST_CPU_ROWS):
+        (step,) = prompt_steps(model, None, 2 * found, 2 * found)
+        compute = _gpu_seconds(model, rates, step)
+        with_cpu, without = _step_seconds(model, rates, step, compute, spread, ~resident, ring)
+        if with_cpu > WORTH_ROOM * without:
+            break
+        found *= 2
+    return found
 
 
 @dataclass(frozen=True)
@@ -191,14 +210,15 @@ def _step_seconds(
     spread: Array,
     missing: Array,
     ring: _Ring,
-) -> float:
-    """Seconds of a step whose `missing` experts, bool [layers, experts], are copied or computed by the CPU.
+) -> tuple[float, float]:
+    """Seconds of a step whose `missing` experts, bool [layers, experts], are copied or computed by the CPU,
+    and where all are copied. A run tries both ways.
 
     compute: of the step with all experts. spread: see `_spread`. The fastest split of the missing experts is
     the run's.
     """
     if not missing.any():
-        return compute
+        return compute, compute
     count, touched = step.count, step.touched
     num_bytes = (touched * _sizes(model))[missing]
     num_experts = float(touched[missing].sum())
@@ -208,8 +228,8 @@ def _step_seconds(
     on_bus = partial(ring.bus_seconds, compute=compute, num_layers=model.num_layers)
     alone = float(on_bus(np.asarray(copied), link_bytes_per_s=rates.link_bytes_per_s))
     without_cpu = max(alone, launches) + copied / model.num_layers
-    if count > MAX_CPU_ROWS:
-        return without_cpu
+    if count > MOST_CPU_ROWS:
+        return without_cpu, without_cpu
     parts = _cpu_parts(model, rates, step, spread, missing)
     left = parts.read[-1] - parts.read
     # The bus loses some of its rate to every byte that the CPU reads.
@@ -224,8 +244,9 @@ def _step_seconds(
         both = np.maximum(
             parts.seconds + compute + sent + back, on_bus(copies, link_bytes_per_s=rates.link_bytes_per_s)
         )
-        return min(float(np.maximum(both, launching).min()), without_cpu)  # a run tries both ways
-    return compute + float(np.maximum(parts.seconds, left / staged_per_s(rates)).min())
+        return float(np.maximum(both, launching).min()), without_cpu
+    shared = compute + float(np.maximum(parts.seconds, left / staged_per_s(rates)).min())
+    return shared, shared
 
 
 @dataclass(frozen=True)

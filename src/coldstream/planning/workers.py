@@ -5,6 +5,8 @@ Pure. The last part of a choice: what lies where is known by then.
 
 from dataclasses import replace
 
+import numpy as np
+
 from coldstream.errors import ConfigError
 from coldstream.experts.prefetch import LAYERS_AHEAD, Prefetching
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS
@@ -12,7 +14,7 @@ from coldstream.placement.cost import COPY_BYTES_PER_STEP, PREFETCHED, miss_time
 from coldstream.placement.forecast import Known, hit_rates_of
 from coldstream.placement.plan import PROMPT_CACHE, BudgetTooSmallError
 from coldstream.placement.pool_plan import HostPart, PoolPlan, plan_pool
-from coldstream.placement.prompt_cost import MAX_CPU_ROWS
+from coldstream.placement.prompt_cost import MAX_CPU_ROWS, rows_with_cpu
 from coldstream.placement.rates import Rates
 from coldstream.placement.run_plan import RunPlan
 from coldstream.planning.config import EngineConfig
@@ -45,6 +47,8 @@ def with_workers(run: RunPlan, config: EngineConfig, facts: Facts, ram: int) -> 
         copy_bytes_per_step=COPY_BYTES_PER_STEP,
     )
     run = replace(run, pool=pool_of(run, facts, ram))
+    if run.pool is None:
+        run = _with_long_steps(run, facts, rates, ram)
     source = None if config.prefetch == "auto" else "--prefetch"
     count = 0 if config.prefetch == "auto" else config.prefetch
     if facts.locked_share(placement, run.pool) > 0:  # else nothing comes over the bus, ahead neither
@@ -52,6 +56,20 @@ def with_workers(run: RunPlan, config: EngineConfig, facts: Facts, ram: int) -> 
         if config.prefetch == "auto":
             return _with_open_places(run, is_paying=_is_prefetch_paying(run, facts, rates))
     return with_places(run, count, placement.ring_bytes, source)
+
+
+def _with_long_steps(run: RunPlan, facts: Facts, rates: Rates, ram: int) -> RunPlan:
+    """`run` with room for the CPU's part of longer steps of a prompt, if that pays and RAM has it as well."""
+    placement = run.placement
+    resident = np.zeros((placement.model.num_layers, placement.model.num_experts), np.bool_)
+    resident.ravel()[placement.resident_numbers()] = True
+    rows = rows_with_cpu(
+        facts.model.on_gpu, rates, resident, placement.fixed.chunk_size, placement.ring_bytes
+    )
+    if rows <= MAX_CPU_ROWS:
+        return run
+    longer = replace(run, max_cpu_rows=rows)
+    return longer if pool_of(longer, facts, ram) is None else run
 
 
 def _is_prefetch_paying(run: RunPlan, facts: Facts, rates: Rates) -> bool:
