@@ -13,8 +13,14 @@ from coldstream.kernels.arithmetic.quantised import BLOCK_SIZE, GROUP_SIZE, Quan
 from coldstream.kernels.arithmetic.reference import empty_activations, quantize_activations
 from coldstream.kernels.cuda.limits import DeviceLimits
 from coldstream.kernels.cuda.skinny_shapes import PASS_COLS, SKINNY_TYPES
+from coldstream.kernels.hyper_connections.reference import scaled_silu_exact
 from coldstream.kernels.linear import skinny_layouts
-from coldstream.kernels.linear.cuda import fits_skinny, linear_skinny_cuda, needs_block_rows
+from coldstream.kernels.linear.cuda import (
+    fits_skinny,
+    linear_skinny_cuda,
+    needs_block_rows,
+    shares_passes,
+)
 from coldstream.kernels.linear.integer_types import INTEGER_TYPES
 from coldstream.kernels.linear.reference import linear_exact
 from coldstream.kernels.linear.skinny_layouts import Walk, layout_for
@@ -109,6 +115,25 @@ def test_one_row_with_a_few_long_rows(name: str) -> None:
         shapes = [(kind, 7, cols), (kind, 4, cols)]
         assert layout_for(LIMITS, shapes, 1).walk is Walk.WIDE
         check(activations(cols, 1, cols), [random_weight(*shape[:1], shape[1:], seed=3) for shape in shapes])
+
+
+def test_an_activation_of_the_first_product() -> None:
+    """Of one row with a few long rows, in the launch of its products. Other launches have none."""
+    x, kind = activations(4, 1, 10240), QuantType.Q5_K
+    weights = [random_weight(kind, (rows, 10240), seed=rows) for rows in (6, 4)]
+    assert shares_passes(weights)
+    outs = [Guarded(1, weight.shape[0], device=CPU) for weight in weights]
+    placed, products = [on_gpu(weight, device="cpu") for weight in weights], [out.tensor for out in outs]
+    linear_skinny_cuda(placed, products, activations=quantised(x), x=x, silu_divisor=4)
+    expected = [linear_exact(x, weight) for weight in weights]
+    assert_same(outs[0].checked(), scaled_silu_exact(expected[0], 4))
+    assert_same(outs[1].checked(), expected[1])
+    short = [random_weight(kind, (6, 512), seed=1)]
+    assert not shares_passes(short)
+    with pytest.raises(ValueError, match="no kernel for these weights applies an activation"):
+        linear_skinny_cuda(
+            short, [outs[0].tensor], activations=quantised(x[:, :512]), x=x[:, :512], silu_divisor=4
+        )
 
 
 def test_warps_share_no_passes_of_larger_matrices_or_other_types() -> None:

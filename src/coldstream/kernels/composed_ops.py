@@ -96,6 +96,17 @@ class ComposedOps(ABC):
         """`Ops.inject_norm` of a plain update."""
 
     @abstractmethod
+    def scaled_silu(self, x: Array, divisor: int) -> Array:
+        """silu(x / divisor), [T, F]."""
+
+    def stream_gates(
+        self, x: Array, low: Sequence[Weight], up: Weight, divisor: int
+    ) -> tuple[Array, tuple[Array, ...]]:
+        first, *others = self.linear(x, low)
+        (gates,) = self.linear(self.scaled_silu(first, divisor), (up,))
+        return gates, tuple(others)
+
+    @abstractmethod
     def choose_experts(self, x: Array, weights: RouterWeights) -> tuple[Array, Array]:
         """The choice of `Ops.router`: int32 ids and weights, [T, K]."""
 

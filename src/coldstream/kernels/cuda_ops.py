@@ -29,6 +29,7 @@ from coldstream.kernels.cuda.contents import write
 from coldstream.kernels.cuda.copy_values import copy_values_cuda
 from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.memory import Memory
+from coldstream.kernels.cuda.skinny_shapes import GROUP_TYPES
 from coldstream.kernels.embed.cuda import embed_cuda
 from coldstream.kernels.experts.executor import (
     Executor,
@@ -46,7 +47,12 @@ from coldstream.kernels.gated_delta_net.cuda import (
     delta_net_prefill_cuda,
     delta_net_replay_cuda,
 )
-from coldstream.kernels.hyper_connections.cuda import inject_norm_cuda, mix_streams_cuda, scaled_silu_cuda
+from coldstream.kernels.hyper_connections.cuda import (
+    inject_norm_cuda,
+    low_rank_cuda,
+    mix_streams_cuda,
+    scaled_silu_cuda,
+)
 from coldstream.kernels.indexer.cuda import IndexerWorkspace, choose_blocks_cuda
 from coldstream.kernels.indexer.records import ChosenBlocks, IndexerHeads, IndexerInputs
 from coldstream.kernels.indexer.workspace_sizes import rows_at_once as scored_at_once
@@ -205,10 +211,20 @@ class CudaOps(CudaNgrams):
         )
         return total, out
 
-    def scaled_silu(self, x: DeviceArray, divisor: int) -> Activations:
-        out = self.activations(*x.shape)
-        self.launch(scaled_silu_cuda, x, divisor, out.values, out.quantised)
-        return out
+    def stream_gates(
+        self, x: Activations, low: Sequence[CudaWeight], up: CudaWeight, divisor: int
+    ) -> tuple[DeviceArray, tuple[DeviceArray, ...]]:
+        matrices = [weight for weight in low if isinstance(weight, QuantTensor)]
+        assert isinstance(up, QuantTensor), "experts are no operand of a dense product"
+        opened = self.activations(x.shape[0], matrices[0].shape[0])
+        if x.shape[0] == 1 and up.quant_type not in GROUP_TYPES:
+            outs = tuple(self.empty(1, weight.shape[0]) for weight in matrices)
+            self.launch(low_rank_cuda, matrices, x.values, x.quantised, outs, divisor, opened)
+        else:
+            outs = self.linear(x, low)
+            self.launch(scaled_silu_cuda, outs[0], divisor, opened.values, opened.quantised)
+        (gates,) = self.linear(opened, (up,))
+        return gates, outs[1:]
 
     def mix_streams(self, normed: Activations, gates: DeviceArray, num_streams: int) -> Activations:
         out = self.activations(normed.shape[0], normed.shape[1] // num_streams)

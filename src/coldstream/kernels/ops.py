@@ -486,8 +486,10 @@ class Ops(Protocol):
         [T, C]. With neither, all streams become the update. update: as in `add_norm`. weight: [C·E].
         """
 
-    def scaled_silu(self, x: Array, divisor: int) -> Array:
-        """silu(x / divisor), [T, F]."""
+    def stream_gates(
+        self, x: Array, low: Sequence[Weight], up: Weight, divisor: int
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """up · silu(low_0 · x / divisor), and the products of x with the other weights of `low`."""
 
     def mix_streams(self, normed: Array, gates: Array, num_streams: int) -> Array:
         """The mean over C streams of normed · sigmoid(gates), both [T, C·E]: [T, E]."""

@@ -58,9 +58,8 @@ def mixed_streams(
 ) -> tuple[Streams, Array]:
     """Streams with the logits of the part that reads them, and what it reads; found: values and norms."""
     values, normed = found
-    if weights.inject is None:
-        (low,), injection = ops.linear(normed, (weights.down,)), None
-    else:
-        low, injection = ops.linear(normed, (weights.down, weights.inject))
-    (gates,) = ops.linear(ops.scaled_silu(low, weights.num_streams), (weights.up,))
-    return Streams(values, injection), ops.mix_streams(normed, gates, weights.num_streams)
+    low = (weights.down,) if weights.inject is None else (weights.down, weights.inject)
+    gates, injection = ops.stream_gates(normed, low, weights.up, weights.num_streams)
+    streams = Streams(values, injection[0] if injection else None)
+    del injection
+    return streams, ops.mix_streams(normed, gates, weights.num_streams)

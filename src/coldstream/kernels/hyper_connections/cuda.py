@@ -5,14 +5,18 @@ multiple of 8 values.
 """
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 
 from coldstream.kernels.arithmetic.quantised import GROUP_SIZE, QuantActivations, padded_cols
+from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import Argument, CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
+from coldstream.kernels.linear.cuda import linear_skinny_cuda, shares_passes
 from coldstream.kernels.ops import ExpertOutputs
+from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.rms_norm.cuda import SHARED_KINDS, Norm, norm_outputs, sum_of_experts
 
 INJECT, SCALED_SILU, MIX = "inject_norm_rows", "scaled_silu_rows<{}>", "mix_stream_rows"
@@ -141,6 +145,25 @@ def scaled_silu_cuda(x: DeviceArray, divisor: int, out: DeviceArray, quantized: 
         (x, float(divisor), cols, padded, norm_outputs(rows, cols, out, quantized)),
         overlap=overlaps(rows),
     )
+
+
+def low_rank_cuda(
+    weights: Sequence[QuantTensor],
+    x: DeviceArray,
+    codes: QuantActivations,
+    outs: Sequence[DeviceArray],
+    divisor: int,
+    opened: Activations,
+) -> None:
+    """The products of one row x [1, K] with the weights, into `outs`; of the first silu(y / divisor) instead,
+    into `opened`, whose codes no one may read. One launch where a block's warps share the passes, else two.
+    """
+    if shares_passes(weights):
+        products = (opened.values, *outs[1:])
+        linear_skinny_cuda(weights, products, activations=codes, x=x, silu_divisor=divisor)
+        return
+    linear_skinny_cuda(weights, outs, activations=codes, x=x)
+    scaled_silu_cuda(outs[0], divisor, opened.values, opened.quantised)
 
 
 def mix_streams_cuda(

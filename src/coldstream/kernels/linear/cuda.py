@@ -127,6 +127,7 @@ def linear_skinny_cuda(
     activations: QuantActivations | None = None,
     x: DeviceArray | None = None,
     block_rows: QuantActivations | None = None,
+    silu_divisor: int = 0,
 ) -> None:
     """Write x [T, K] times each of `weights` [N, K] into the `outs` float32 [T, N], in one launch.
 
@@ -135,7 +136,8 @@ def linear_skinny_cuda(
     kernel quantises for smaller blocks; where `needs_block_rows`, they need `block_rows`, x so quantised. A
     weight's bytes are contiguous and aligned as its blocks are. Rows of x and outs may have any stride, but
     rows of x are aligned to 16 bytes for blocks of 32 or 64 and, like those of the weight, for floats with
-    more than MAX_GEMV_ROWS. ValueError for shapes that do not fit.
+    more than MAX_GEMV_ROWS. silu_divisor: where `shares_passes`, silu(y / divisor) of the first product is
+    written in its place; 0 for the product. ValueError for shapes that do not fit.
     """
     num_rows = outs[0].shape[0]
     _check(weights, outs, activations, x, num_rows)
@@ -147,7 +149,15 @@ def linear_skinny_cuda(
         raise ValueError("so many columns need rows quantised for blocks of 32")
     max_blocks = limits.num_processors * layout.plan.blocks_per_processor // layout.num_parts(num_rows)
     inputs = _inputs(activations, x, num_rows, groups, layout.part_rows)
-    _launch(_matrices(weights, layout, outs, max_blocks), inputs, block_rows, layout)
+    more: tuple[Argument, ...] = (float(silu_divisor),) if layout.walk is Walk.WIDE else ()
+    if silu_divisor and not more:
+        raise ValueError("no kernel for these weights applies an activation to a product")
+    _launch(_matrices(weights, layout, outs, max_blocks), inputs, block_rows, layout, more)
+
+
+def shares_passes(weights: Sequence[QuantTensor]) -> bool:
+    """Whether one row's product with these weights is a launch in which warps of a block share the passes."""
+    return layout_for(device_limits(), _sizes(weights), 1).walk is Walk.WIDE
 
 
 def _sizes(weights: Sequence[QuantTensor]) -> list[Weight]:
@@ -199,8 +209,13 @@ def share_blocks(shapes: Sequence[MatrixShape], max_blocks: int) -> list[int]:
 
 
 def _launch(
-    table: LinearMatrices, inputs: LinearInputs, block_rows: QuantActivations | None, layout: Layout
+    table: LinearMatrices,
+    inputs: LinearInputs,
+    block_rows: QuantActivations | None,
+    layout: Layout,
+    more: Sequence[Argument],
 ) -> None:
+    """more: arguments behind the layout's numbers."""
     last, types = table.at[table.count - 1], [shape.type for shape in layout.shapes]
     arguments: list[Argument] = [table, inputs]
     sets = layout.walk.sets(layout.slices) if layout.walk in SETS else 1
@@ -217,7 +232,7 @@ def _launch(
     kernel.launch(
         (last.first_block + last.num_blocks, layout.num_parts(inputs.num_rows), 1),
         layout.threads,
-        (*arguments, *layout.numbers),
+        (*arguments, *layout.numbers, *more),
         shared_bytes=layout.plan.shared_bytes,
         overlap=True,
     )

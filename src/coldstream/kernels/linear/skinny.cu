@@ -17,11 +17,12 @@ __global__ void __launch_bounds__(linear_threads, 3)
 }
 
 // One row with a few long rows of super-blocks: a block takes a unit, and each of its warps one pass. Only
-// the sums of floats follow one another, by the first warp.
+// the sums of floats follow one another, by the first warp. silu_divisor: the results of the first matrix are
+// silu(y / divisor); 0 for y.
 template <Types types>
 __global__ void __launch_bounds__(linear_threads, 2)
     linear_wide(const __grid_constant__ LinearMatrices matrices, const __grid_constant__ LinearInputs x,
-                int stage_bytes, int terms_at) {
+                int stage_bytes, int terms_at, float silu_divisor) {
   uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared);
   release_next_grid();
   const LinearMatrix& matrix = matrices.at[this_matrix(matrices)];
@@ -62,6 +63,7 @@ __global__ void __launch_bounds__(linear_threads, 2)
   };
   with_weights<types>(shape.type, add_passes);
   p = sum_up_groups(p, shape.spread);
+  if (silu_divisor != 0.0f && matrix.first_block == 0) p = exact_silu(p / silu_divisor);
   const LaneRow found(shape);
   if (found.writes && first + found.row < shape.num_rows) matrix.store(0, first + found.row, p);
 }
