@@ -64,7 +64,7 @@ sanitizers: $(BUILDER)/ninja
 		-DPython_EXECUTABLE=$(CURDIR)/$(BUILDER)/python -Dnanobind_DIR=$$($(BUILDER)/python -m nanobind --cmake_dir) > /dev/null
 	$(BUILDER)/cmake --build $(SANITIZE)/cmake -- -j 2
 
-# The tests that feed it hostile bytes. For a shard a third of the cases that a commit's tests have: those are tried without sanitizers
+# The tests that feed it hostile bytes or awkward sizes, without those of a GPU's kernels. For a shard a third of the cases that a commit's tests have: those are tried without sanitizers
 # as well. The sources are copied beside it, because an editable installation would find the plain extension first.
 sanitize: install-test sanitizers
 	$(PYTHON) -m venv --without-pip $(SANITIZE)/venv
@@ -76,7 +76,12 @@ sanitize: install-test sanitizers
 		$(SANITIZE)/venv/bin/python -m pytest $(PYTEST_JOBS) $(if $(SHARD),--one-in=3) \
 		tests/models/test_damaged_models.py tests/kernels/test_cpu_linear.py tests/kernels/test_cpu_experts.py \
 		tests/kernels/test_cpu_weight.py tests/kernels/test_cpu_attention.py \
-		tests/kernels/test_cpu_integer_attention.py tests/kernels/test_cpu_gated_delta_net.py
+		tests/kernels/test_cpu_integer_attention.py tests/kernels/test_cpu_gated_delta_net.py \
+		tests/kernels/test_cpu_router.py tests/kernels/test_router_rules.py tests/kernels/test_attention_kinds.py \
+		tests/kernels/test_indexer.py tests/kernels/test_glu.py tests/kernels/test_expert_sizes.py \
+		tests/kernels/test_hyper_connections.py tests/kernels/test_ngram_embedding.py --cpu-only \
+		--deselect tests/kernels/test_expert_sizes.py::test_a_whole_expert_of_gpt_oss \
+		--deselect tests/kernels/test_hyper_connections.py::test_kernels_compile
 
 # The tests that need the extra `ray`, in an environment of its own over the other one, which stays without its 380 MB.
 RAY := $(VENV)-ray

@@ -79,6 +79,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="with --shard: of all cases that are left one in N, others from hash to hash",
     )
     parser.addoption(
+        "--cpu-only",
+        action="store_true",
+        help="leave out tests of a GPU, and of its kernels on the host",
+    )
+    parser.addoption(
         "--turing",
         action="store_true",
         help="kernels on the host are those of Turing cards, with their shared memory",
@@ -215,6 +220,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that need a GPU are skipped, visibly, where there is none."""
+    if config.getoption("--cpu-only"):
+        leave_out(config, items, [item for item in items if is_of_gpu(item)])
     if (shard := config.getoption("--shard")) is not None:
         leave_out_other_shards(config, items, shard)
         leave_out_other_places(config, items, shard // SHARDS)
@@ -251,9 +258,7 @@ def leave_out_other_shards(config: pytest.Config, items: list[pytest.Item], shar
         if len(those) >= shards and not is_of_shard(number, shards, shard)
         for item in case
     ]
-    config.hook.pytest_deselected(items=left_out)
-    gone = {*map(id, left_out)}
-    items[:] = [item for item in items if id(item) not in gone]
+    leave_out(config, items, left_out)
     # The longest begin first, so that no process has one left when the others are done.
     items.sort(key=lambda item: not is_long(item))
 
@@ -261,9 +266,19 @@ def leave_out_other_shards(config: pytest.Config, items: list[pytest.Item], shar
 def leave_out_other_places(config: pytest.Config, items: list[pytest.Item], shard: int) -> None:
     """Of all items one in as many as `--one-in` says stays."""
     parts = config.getoption("--one-in")
-    left_out = [item for number, item in enumerate(items) if not is_of_shard(number, parts, shard)]
+    leave_out(
+        config, items, [item for number, item in enumerate(items) if not is_of_shard(number, parts, shard)]
+    )
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item], left_out: list[pytest.Item]) -> None:
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for number, item in enumerate(items) if is_of_shard(number, parts, shard)]
+    gone = {*map(id, left_out)}
+    items[:] = [item for item in items if id(item) not in gone]
+
+
+def is_of_gpu(item: pytest.Item) -> bool:
+    return "gpu" in item.keywords or "compiled_for_the_host" in getattr(item, "fixturenames", ())
 
 
 def is_of_shard(number: int, shards: int, shard: int) -> bool:

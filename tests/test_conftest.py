@@ -131,6 +131,22 @@ def test_tests_with_one_fixture_are_one_case(request: pytest.FixtureRequest) -> 
     assert not any({"a::x", "b::x"} <= shard for shard in shards), "which are of two files"
 
 
+@pytest.mark.parametrize(
+    ("keywords", "fixtures", "is_left_out"),
+    [
+        ((), (), False),
+        ((), ("runtimes",), False),
+        (("gpu",), (), True),
+        ((), ("host", "compiled_for_the_host"), True),
+    ],
+)
+def test_tests_of_a_gpu_and_of_its_kernels_on_the_host_are_known(
+    request: pytest.FixtureRequest, keywords: tuple[str, ...], fixtures: tuple[str, ...], *, is_left_out: bool
+) -> None:
+    own = request.config.pluginmanager.getplugin(str(Path(__file__).with_name("conftest.py")))
+    assert own.is_of_gpu(SimpleNamespace(keywords=keywords, fixturenames=fixtures)) == is_left_out
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_one_case_in_several_stays(request: pytest.FixtureRequest, parts: int) -> None:
     own = request.config.pluginmanager.getplugin(str(Path(__file__).with_name("conftest.py")))

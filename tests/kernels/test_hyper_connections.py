@@ -13,8 +13,6 @@ from cuda_row_cases import (
 )
 from guarded import Guarded
 from same_bits import assert_same_bits
-from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
-from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextGatedResidual
 
 from all_pairs import all_pairs
 from coldstream.kernels import _csrc
@@ -46,6 +44,10 @@ CPU = torch.device("cpu")
 @torch.no_grad()
 def test_the_layer_equals_transformers() -> None:
     """Two parts, each of which doubles what it reads, and the mixture behind them."""
+    # Here, as only this test needs it: it is not there where kernels of another machine are tested.
+    from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
+    from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextGatedResidual
+
     config = Qwen4ExpTextConfig(hidden_size=24, hc_count=3, hc_lowrank=5, rms_norm_eps=EPS)
     parts = [Qwen4ExpTextGatedResidual(config) for _ in range(2)]
     parts.append(Qwen4ExpTextGatedResidual(config, use_combine=False))

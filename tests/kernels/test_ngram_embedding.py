@@ -10,8 +10,6 @@ import torch
 from cpu_cases import AWKWARD_SIZES, Output, Results, random, run_everywhere, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
-from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding
 
 from all_pairs import all_pairs
 from coldstream.kernels import _csrc
@@ -36,6 +34,10 @@ def state_of(width: int = 1, history: int = 9) -> NgramState:
 
 @pytest.mark.parametrize("tokens", [[1, 2, 3, 4], [END, 2, END, END, 3, 4, 9], [7], list(range(12)) * 3])
 def test_rows_of_the_table_are_those_of_transformers(tokens: list[int]) -> None:
+    # Here, as only this test needs it: it is not there where kernels of another machine are tested.
+    from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
+    from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding
+
     config = Qwen4ExpTextConfig(
         hidden_size=16, vocab_size=50, heads_per_ngram=2, ngram_vocab_size_base=100, eos_token_id=END
     )

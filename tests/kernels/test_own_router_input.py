@@ -10,8 +10,6 @@ from router_cases import rule_of
 from same_bits import assert_same_bits
 from test_host_ops import HIDDEN, OwnExecutor, activations, assert_same, host_ops
 from test_host_router import CPU, Outputs
-from transformers import Gemma4TextConfig
-from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
 
 from builders import SMALL, make_model, write_model
 from coldstream.gguf.quant_types import QuantType
@@ -152,6 +150,10 @@ def test_a_router_with_an_input_of_its_own_is_whole() -> None:
 @pytest.mark.parametrize("quant_type", ["F32", "F16"])
 def test_a_loaded_router_is_that_of_transformers(tmp_path: Any, quant_type: str) -> None:
     """The weight takes over the factors of the input, so that all layers read the same norm."""
+    # Here, as only this test needs it: it is not there where kernels of another machine are tested.
+    from transformers import Gemma4TextConfig
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
+
     hidden, experts = SMALL.hidden, SMALL.experts
     config = Gemma4TextConfig(hidden_size=hidden, num_experts=experts, top_k_experts=2, rms_norm_eps=1e-6)
     theirs = Gemma4TextRouter(config)
