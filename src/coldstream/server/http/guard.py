@@ -120,7 +120,7 @@ class Guard:
             raise _refused(415, "Content-Encoding: bodies are read as they are, send them uncompressed")
         kinds = [value.split(";", 1)[0].strip().lower() for value in _all(headers, b"content-type")]
         if kinds != ["application/json"]:
-            raise _refused(415, "Content-Type: only application/json is read")
+            raise _refused(415, "Content-Type: only application/json is read: send it as a header")
         lengths = _all(headers, b"content-length")
         if any(not length.isdecimal() or len(length) > 18 for length in lengths):
             raise _refused(400, "Content-Length: not a number")
