@@ -21,7 +21,7 @@ MODULE = "module.so"
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Sources and a build of them, of which ninja says what it would."""
+    """Sources and a build of them, of which ninja says what it would; ccache makes some names relative."""
     root = tmp_path / "checkout"
     source, build = root / "src", root / "build/any"
     source.mkdir(parents=True)
@@ -38,7 +38,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     commands.append(f": && c++ -shared -o {MODULE} one.o two.o && :")
     for command in commands:
         subprocess.run(command, shell=True, cwd=build, check=True)
-    one = f"one.o: #deps 2\n    {source}/one.cpp\n    {source}/value.h\n"
+    one = f"one.o: #deps 2\n    {source}/one.cpp\n    ../../src/value.h\n"
     two = f"two.o: #deps 1\n    {source}/two.cpp\n"
     printed = {"commands": "\n".join(commands), "deps": f"{one}\n{two}"}
     monkeypatch.setattr(extension, "_ninja", lambda _, *words: printed[words[-1]])

@@ -3,6 +3,7 @@
 An editable installation keeps the folder in which its extension was built. Its objects are read and left.
 """
 
+import os
 import re
 import shlex
 import subprocess
@@ -65,7 +66,7 @@ def _outdated(build: Path, changed: Path) -> list[str]:
     for part in _ninja(build, "-t", "deps").split("\n\n"):
         first, *others = part.splitlines() or [""]
         name = first.partition(":")[0]
-        depends = [Path(line.strip()) for line in others]
+        depends = [Path(os.path.normpath(build / line.strip())) for line in others]  # some may be relative
         written = (build / name).stat().st_mtime if depends else 0.0
         if changed in depends or any(path.exists() and path.stat().st_mtime > written for path in depends):
             found.append(name)
