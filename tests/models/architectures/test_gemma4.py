@@ -276,6 +276,22 @@ def test_logits_without_numbers_of_layers(model: TinyModel, tmp_path: Path) -> N
     assert np.abs(cpu_logits(path, ids, "f32") - hf_logits(plain, ids).numpy()).max() < 1e-4
 
 
+def test_blocks_that_draft_are_refused(model: TinyModel, spec_of: Callable[[TinyModel], ModelSpec]) -> None:
+    model.tensors["blk.3.nextn.eh_proj.weight"] = np.ones((256, 512), np.float32)
+    with pytest.raises(UnsupportedError, match="1 blocks for multi-token prediction, supported: none"):
+        spec_of(model)
+
+
+def test_layers_without_a_window_may_project_values(model: TinyModel, tmp_path: Path) -> None:
+    """The logits are the same where values are projected as keys are, and others where they are not."""
+    ids, name = random_ids(20), "blk.1.attn_{}.weight"
+    expected = cpu_logits(write_model(tmp_path / "keys.gguf", model)[0], ids)
+    for factor in (1, -1):
+        model.tensors[name.format("v")] = factor * model.tensors[name.format("k")]
+        found = cpu_logits(write_model(tmp_path / "values.gguf", model)[0], ids)
+        assert np.array_equal(found, expected) == (factor == 1)
+
+
 def test_gates_and_ups_of_experts_may_be_one_tensor(model: TinyModel, tmp_path: Path) -> None:
     """As in published files."""
     ids = random_ids(20)

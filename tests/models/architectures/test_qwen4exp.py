@@ -241,6 +241,7 @@ def test_block_sizes_that_a_converter_lost_are_noticed(
         ("ple.head_vocab_sizes", [97, 0, 1, 1], InconsistentError, r"0 rows from 97 on"),
         ("ple.head_vocab_sizes", [97, 101, 103, 400], InconsistentError, r"\[701 or more, 8\]"),
         ("ple.conv_kernel", 7, UnsupportedError, r"7 rows, 3 rows apart each, supported: up to 16 rows back"),
+        ("rope.dimension_sections", [1, 0, 0, 1], UnsupportedError, r"the pair 1 of 2 to a fourth stream"),
         ("hyper_connection.count", 1, InconsistentError, r"hyper_connection\.count"),
         ("attention.indexer.top_k", 2050, InconsistentError, r"2050 positions are no whole blocks of 4"),
         ("attention.compress_ratios", [4, 0, 0, 8], UnsupportedError, r"compress_ratios.*differs between"),
