@@ -230,10 +230,10 @@ __global__ void __launch_bounds__(merge_threads) attention_merge(const MergeArgu
   using MergerOfHead = Merger<head_dim, has_sinks, stages, is_chosen>;
   __shared__ typename MergerOfHead::FactorsOfSpan factors;
   float (*const staged)[group_elements] = reinterpret_cast<float (*)[group_elements]>(dynamic_shared);
+  const int position = a.positions[blockIdx.y];  // written before the previous launch began
   wait_for_previous_grid();
   release_next_grid();
-  const int position = a.positions[blockIdx.y],
-            first_chunk = first_position(position, a.window) / chunk_positions;
+  const int first_chunk = first_position(position, a.window) / chunk_positions;
   // None of a row of no sequence.
   const int num_chunks = position < 0 ? 0 : min(position / chunk_positions - first_chunk + 1, a.max_chunks);
   const int num_merged = has_sinks && num_chunks > 0 ? num_chunks + 1 : num_chunks;
