@@ -12,7 +12,7 @@ from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.quantised import BLOCK_SIZE, GROUP_SIZE, QuantActivations
 from coldstream.kernels.arithmetic.reference import empty_activations, quantize_activations
 from coldstream.kernels.cuda.limits import DeviceLimits
-from coldstream.kernels.cuda.skinny_shapes import PASS_COLS, SKINNY_TYPES
+from coldstream.kernels.cuda.skinny_shapes import PASS_COLS, SKINNY_TYPES, lone_pass_cols, matrix_shape
 from coldstream.kernels.hyper_connections.reference import scaled_silu_exact
 from coldstream.kernels.linear import skinny_layouts
 from coldstream.kernels.linear.cuda import (
@@ -78,6 +78,26 @@ def test_quantised_rows(cols: int, scale_size: int) -> None:
     ):
         assert found.dtype == expected.dtype
         assert_same(found, expected)
+
+
+@pytest.mark.parametrize("quant_type", [QuantType.Q8_0, QuantType.MXFP4], ids=lambda t: t.name)
+def test_a_lone_row_with_whole_rows_of_blocks(quant_type: QuantType) -> None:
+    """Those of gpt-oss lie in the ring as in the matrix, also where the last unit has fewer rows."""
+    shape = matrix_shape(quant_type, 22, 2880, pass_cols=lone_pass_cols(quant_type, 2880))
+    assert shape.num_passes == 1
+    assert shape.stage_stride == shape.row_bytes
+    weight = random_weight(quant_type, (22, 2880), 1)
+    check(activations(2, 1, 2880), [weight, random_weight(QuantType.Q8_0, (4, 2880), 3)])
+
+
+def test_rows_that_are_no_pass_as_a_whole() -> None:
+    """Where they begin in the same banks, where they are too long, and where a pass has them anyway."""
+    kinds = QuantType.Q8_0, QuantType.MXFP4, QuantType.Q4_0
+    assert [lone_pass_cols(kind, 2880, otherwise=1024) for kind in kinds] == [2880] * 3
+    assert [lone_pass_cols(kind, 4096, otherwise=1024) for kind in kinds] == [1024] * 3
+    assert lone_pass_cols(QuantType.Q8_0, 2880 * 4, otherwise=1024) == 1024
+    assert {lone_pass_cols(kind, 2048, otherwise=1024) for kind in (*kinds, QuantType.Q4_K)} == {2048}
+    assert lone_pass_cols(QuantType.Q4_K, 4096, otherwise=1024) == 2048
 
 
 @pytest.mark.sharded

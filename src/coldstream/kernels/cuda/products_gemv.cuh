@@ -284,8 +284,10 @@ template <class Weights, Types types>
 __device__ __forceinline__ void add_blocks(const Staged& staged, const MatrixShape& shape, int pass,
                                            const LoneRowOf<types>& x, float& p) {
   const int lane = threadIdx.x % warp_size, j = lane / 4;
-  const int num_blocks = min(64, shape.num_cols / 32 - pass * 64);
-  LaneBlocks<Weights, types> blocks(staged.row<false>(lane % 4), x, pass * 8);
+  const int pass_blocks = shape.pass_bytes / Weights::bytes * (Weights::elements / 32),
+            first_block = pass * pass_blocks;
+  const int num_blocks = min(pass_blocks, shape.num_cols / 32 - first_block);
+  LaneBlocks<Weights, types> blocks(staged.row<false>(lane % 4), x, first_block / scales_in_group);
   int block = 0;
 #pragma unroll 1
   for (; block + 32 <= num_blocks; block += 32) {

@@ -5,6 +5,7 @@ of a unit, and their layout in the ring.
 """
 
 import ctypes
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -28,6 +29,8 @@ ROW_SHIFTS = {QuantType.Q4_K: 0, QuantType.Q5_K: 0, QuantType.Q6_K: 48, QuantTyp
 NUM_GROUPS = 8  # of four lanes in a warp
 PASS_COLS = {QuantType.F32: 1024, QuantType.F16: 2048, QuantType.BF16: 2048}  # 4 KiB of the one row
 INTEGER_PASS_COLS = NUM_GROUPS * GROUP_SIZE
+MAX_WHOLE_BYTES = 16 << 10  # of a unit whose rows a pass has as a whole
+MAX_IN_A_BANK = 2
 PART_COLS, PART_UNIT_ROWS = 4 * GROUP_SIZE, 2 * TILE_ROWS
 PART_ROW_BYTES = PART_COLS + 16 + PART_COLS // GROUP_SIZE * (32 + 4)  # codes, sums or scales of 32, scales
 SKINNY_TYPES = INTEGER_TYPES | set(PASS_COLS)
@@ -100,19 +103,59 @@ class MatrixShape(ctypes.Structure):
         return _chunk_bytes(self.unit_rows * self.stage_stride) + COPY_BYTES
 
 
-def matrix_shape(quant_type: QuantType, rows: int, cols: int, spread: int | None = None) -> MatrixShape:
-    """The walk of a warp over a matrix [rows, cols]; `spread` is the log2 of the quads it takes at once."""
+def matrix_shape(
+    quant_type: QuantType,
+    rows: int,
+    cols: int,
+    spread: int | None = None,
+    pass_cols: int = INTEGER_PASS_COLS,
+) -> MatrixShape:
+    """The walk of a warp over a matrix [rows, cols]; `spread` is the log2 of the quads it takes at once.
+
+    pass_cols: for an integer type, see `lone_pass_cols`.
+    """
     spread = natural_spread(quant_type, cols) if spread is None else spread
     unit_rows = 1 if quant_type in PASS_COLS else QUAD_ROWS << spread
-    shape = _shape(quant_type, rows, cols, unit_rows, spread)
+    is_whole = pass_cols == cols > INTEGER_PASS_COLS
+    shape = _shape(quant_type, rows, cols, unit_rows, spread, pass_cols)
     shift = ROW_SHIFTS.get(quant_type, ROW_SHIFT)
-    is_spread = spread > 0 or shape.row_bytes % BANK_BYTES == shift or quant_type in PASS_COLS
+    is_spread = spread > 0 or shape.row_bytes % BANK_BYTES == shift or quant_type in PASS_COLS or is_whole
     shape.stage_stride = shape.row_bytes
     if shape.num_passes > 1 or not is_spread:
         # Rows that are copied one by one may each begin anywhere in a chunk.
         least = _chunk_bytes(shape.pass_bytes) + COPY_BYTES
         shape.stage_stride = least + (0 if quant_type in PASS_COLS else (shift - least) % BANK_BYTES)
     return shape
+
+
+def lone_pass_cols(quant_type: QuantType, cols: int, otherwise: int = INTEGER_PASS_COLS) -> int:
+    """Columns of a pass for one row of activations.
+
+    Blocks of 32 have whole rows, which lie in a warp's ring as in the matrix, where rows are longer than a
+    pass, not too long for a ring, and begin in different banks. `otherwise`: of longer rows.
+    """
+    if quant_type not in BLOCK_TYPES or cols <= INTEGER_PASS_COLS:
+        return INTEGER_PASS_COLS
+    row_bytes = quant_type.row_bytes(cols)
+    fits = QUAD_ROWS * row_bytes <= MAX_WHOLE_BYTES
+    return cols if fits and most_in_a_bank(quant_type, row_bytes) <= MAX_IN_A_BANK else otherwise
+
+
+def most_in_a_bank(quant_type: QuantType, row_bytes: int) -> int:
+    """Words that lanes with adjacent rows and blocks read of a bank at once, at most, in any word of a block.
+
+    Lanes read 32 codes each: eight of a row, one behind the other, and the same of the next three rows.
+    """
+    parts = quant_type.block_elements // BLOCK_SIZE
+    most = 0
+    for at in range(0, quant_type.block_bytes, 4):
+        words = {
+            (row * row_bytes + block // parts * quant_type.block_bytes + block % parts * 8 + at) // 4
+            for row in range(QUAD_ROWS)
+            for block in range(NUM_GROUPS)
+        }
+        most = max(most, *Counter(word % (BANK_BYTES // 4) for word in words).values())
+    return most
 
 
 def tile_shape(quant_type: QuantType, rows: int, cols: int) -> MatrixShape:

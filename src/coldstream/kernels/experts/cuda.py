@@ -5,18 +5,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.quantised import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.array import DeviceArray, check_array
 from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.cuda.program import Argument, CudaProgram
 from coldstream.kernels.cuda.skinny_shapes import (
     GROUP_TYPES,
+    INTEGER_PASS_COLS,
     MAX_PAIR_ROWS,
     SKINNY_TYPES,
     SLACK_BYTES,
     MatrixShape,
     grid_bytes,
     instance_for,
+    lone_pass_cols,
     matrix_shape,
     natural_spread,
     plan_ring,
@@ -52,7 +55,7 @@ class ExpertMatrices:
     down: ExpertTable
     shared: tuple[QuantTensor, QuantTensor, QuantTensor] | None
     activation: Activation = SWIGLU
-    biases: ExpertBiases | None = None  # of gate and up; that of down is none of the products'
+    biases: ExpertBiases | None = None  # that of down is only brought near, for the sum of the outputs
 
     @property
     def unit(self) -> tuple[int, ...]:
@@ -135,7 +138,7 @@ def launch_gate_up(
     x: DeviceArray | None,
 ) -> None:
     """The first launch of `experts_gemv_cuda`, without its checks."""
-    gate_up = gate_up_of(weights)
+    gate_up = gate_up_of(weights, is_lone=True)
     shapes = [shape for matrix in gate_up.matrix for shape in matrix.shape]
     groups = -(-weights.gate.cols // GROUP_SIZE)
     ranks, pairs = topk_ids.shape[1], weights.pairs_per_token(topk_ids)
@@ -157,7 +160,9 @@ def launch_gate_up(
 
 def launch_down(weights: ExpertMatrices, topk_ids: DeviceArray, hidden: PairRows, outs: PairRows) -> None:
     """The second launch, right behind the first: it reads the ids before that kernel has ended."""
-    down = Down(matrix_of(weights.down, weights.shared[2] if weights.shared else None))
+    down = Down(matrix_of(weights.down, weights.shared[2] if weights.shared else None, is_lone=True))
+    if weights.biases is not None:
+        down.bias = weights.biases.down.data_ptr()
     groups = -(-max(shape.num_cols for shape in down.down.shape) // GROUP_SIZE)
     ranks, pairs = topk_ids.shape[1], weights.pairs_per_token(topk_ids)
     args: list[Argument] = [down, hidden.as_c(), outs.as_c(), topk_ids, ranks, pairs]
@@ -197,13 +202,20 @@ def _launch(
     )
 
 
-def matrix_of(table: ExpertTable, shared: QuantTensor | None, spread: int | None = None) -> ExpertMatrix:
-    routed_shape = matrix_shape(table.quant_type, table.rows, table.cols, spread)
+def matrix_of(
+    table: ExpertTable, shared: QuantTensor | None, spread: int | None = None, *, is_lone: bool = False
+) -> ExpertMatrix:
+
+    def shape_of(quant_type: QuantType, rows: int, cols: int) -> MatrixShape:
+        pass_cols = lone_pass_cols(quant_type, cols) if is_lone else INTEGER_PASS_COLS
+        return matrix_shape(quant_type, rows, cols, spread, pass_cols)
+
+    routed_shape = shape_of(table.quant_type, table.rows, table.cols)
     if shared is None:
         return ExpertMatrix(
             addresses=table.addresses.data_ptr(), shared=None, shape=(routed_shape, routed_shape)
         )
-    shared_shape = matrix_shape(shared.quant_type, shared.shape[0], shared.shape[1], spread)
+    shared_shape = shape_of(shared.quant_type, *shared.shape)
     return ExpertMatrix(
         addresses=table.addresses.data_ptr(),
         shared=shared.blocks.data_ptr(),
@@ -211,7 +223,7 @@ def matrix_of(table: ExpertTable, shared: QuantTensor | None, spread: int | None
     )
 
 
-def gate_up_of(weights: ExpertMatrices) -> GateUp:
+def gate_up_of(weights: ExpertMatrices, *, is_lone: bool = False) -> GateUp:
     """One spread for gate and up, as a warp takes the same rows of both, whatever their types."""
     types = {weights.gate.quant_type, weights.up.quant_type}
     types |= {tensor.quant_type for tensor in (weights.shared or ())[:2]}
@@ -219,7 +231,10 @@ def gate_up_of(weights: ExpertMatrices) -> GateUp:
     gate, up, _ = weights.shared or (None, None, None)
     biases = weights.biases
     return GateUp(
-        matrix=(matrix_of(weights.gate, gate, spread), matrix_of(weights.up, up, spread)),
+        matrix=(
+            matrix_of(weights.gate, gate, spread, is_lone=is_lone),
+            matrix_of(weights.up, up, spread, is_lone=is_lone),
+        ),
         gate_bias=None if biases is None else biases.gate.data_ptr(),
         up_bias=None if biases is None else biases.up.data_ptr(),
         limit=weights.activation.limit,

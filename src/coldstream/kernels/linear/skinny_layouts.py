@@ -16,6 +16,7 @@ from coldstream.kernels.cuda.skinny_shapes import (
     MatrixShape,
     RingPlan,
     grid_bytes,
+    lone_pass_cols,
     matrix_shape,
     part_shape,
     plan_ring,
@@ -35,6 +36,7 @@ MAX_RESIDENT_VALUES = 16 * 4096  # of all rows that a block holds at once
 MAX_WHOLE_COLS = 8192
 MIN_PARTED_WEIGHT_ROWS = 4096  # with fewer, units of a whole part are too few blocks
 # Two sets of warps gain more by unpacking these than by parts of the columns.
+LONG_PASS_COLS = 1024  # of one row in blocks of 32 that has no whole rows in a pass, so that a ring has two
 QUICK_TYPES = frozenset({QuantType.Q4_K, QuantType.Q5_K})
 # Beyond so many rows GEMM is faster with a matrix that has enough rows and columns for it.
 MAX_LARGE_ROWS, MIN_LARGE_SIDE = 32, 4096
@@ -205,8 +207,8 @@ def layout_for(
 
 
 def _layout(limits: DeviceLimits, weights: Sequence[Weight], part_rows: int, walk: Walk) -> Layout | None:
-    by_walk = {Walk.TILES: tile_shape, Walk.PARTS: part_shape}
     types = [kind for kind, *_ in weights]
+    by_walk = {Walk.ONE: _lone_shape, Walk.TILES: tile_shape, Walk.PARTS: part_shape}
     shapes = [(matrix_shape if w[0] in PASS_COLS else by_walk.get(walk, matrix_shape))(*w) for w in weights]
     tiles = [_float_tiles(shape, part_rows, walk) for shape in shapes]
     slices = slices_of(part_rows)
@@ -262,6 +264,11 @@ def _wide_layout(
     plan = plan_ring(limits, 0, terms_at + WARPS * WARP_SIZE * TERM_BYTES, 1)
     units = [shape.num_units for shape in shapes]
     return None if plan is None else Layout(Walk.WIDE, shapes, units, 1, plan, (stage_bytes, terms_at))
+
+
+def _lone_shape(quant_type: QuantType, rows: int, cols: int) -> MatrixShape:
+    pass_cols = lone_pass_cols(quant_type, cols, otherwise=LONG_PASS_COLS)
+    return matrix_shape(quant_type, rows, cols, pass_cols=pass_cols)
 
 
 def _rows_layout(
