@@ -116,6 +116,10 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
   const Pair pair = this_pair(num_ranks, pairs_per_token);
   const uint8_t* down = data_of(matrices.down, pair, ids, num_ranks);
   const MatrixShape shape = matrices.down.shape[pair.is_shared];
+  if (matrices.bias != nullptr && blockIdx.x == 0 && !pair.is_shared) {
+    const int64_t expert = ids[pair.token * num_ranks + pair.rank];
+    bring_row_near(matrices.bias + expert * shape.num_rows, shape.num_rows);
+  }
   const Work work = share_units(shape, down, threadIdx.x / warp_size, expert_warps);
   const Ring ring = warp_ring(memory, stage_bytes, stages);
   const Cursor ahead = fill_ring(work, ring);

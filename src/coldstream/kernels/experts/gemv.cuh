@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/products_gemv.cuh"
+#include "cuda/vectors.cuh"
 
 namespace coldstream {
 
@@ -32,6 +33,7 @@ struct GateUp {
 
 struct Down {
   ExpertMatrix down;
+  const float* bias;  // of the routed experts' outputs, [experts, rows], which their sum reads; null: none
 };
 
 // Activations of one launch: of routed experts [T, ranks, width], of the shared one [T, shared width].

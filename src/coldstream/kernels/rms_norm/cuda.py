@@ -46,6 +46,7 @@ PROGRAM = CudaProgram(
 )
 ALONE_ROWS = 132  # up to here each row has its own multiprocessor
 THREADS_ALONE, THREADS_SHARING = 512, 128
+MOST_THREADS, WARP_SIZE = 768, 32  # of a row's sum with biases, for which a thread waits twice for memory
 
 
 def rms_norm_cuda(
@@ -259,9 +260,12 @@ def _launch(
         raise ValueError(f"rows of {cols} values must be contiguous, and have {weight.numel()} weights")
     addresses = [tensor.data_ptr() for tensor in (weight, *tensors)]
     aligned = (cols | stride) % 4 == 0 and all(address % 16 == 0 for address in addresses)
+    threads = THREADS_ALONE if rows <= ALONE_ROWS else THREADS_SHARING
+    if kernel == COMBINE_BIASED and threads == THREADS_ALONE:
+        threads = min(max(threads, -(-cols // (4 * WARP_SIZE)) * WARP_SIZE), MOST_THREADS)
     PROGRAM.kernel(kernel.format(str(aligned).lower())).launch(
         (rows, 1, 1),
-        THREADS_ALONE if rows <= ALONE_ROWS else THREADS_SHARING,
+        threads,
         (*args, Norm(weight=weight.data_ptr(), cols=cols, padded=padded, eps=eps), outputs),
         shared_bytes=SHARED_ROWS.get(kernel, 1) * 4 * padded,
         overlap=overlaps(rows),

@@ -35,28 +35,31 @@ __device__ __forceinline__ Experts experts_of_block(const float* routed, const f
           cpu_rows + begin * num_ranks};
 }
 
-constexpr int ranks_at_once = 8;
+// Biases take as many registers as what they are added to.
+template <bool has_bias>
+constexpr int ranks_at_once = has_bias ? 4 : 8;
 
-// Adds the experts of ranks first … first + 7 that exist, and loads all before it adds the first.
+// Adds the experts of so many ranks from `first` on that exist, and loads all before it adds the first.
 template <bool aligned, bool has_bias>
 __device__ __forceinline__ float4 add_ranks(const Experts& experts, int first, int i, int cols, float4 sum) {
-  float4 values[ranks_at_once];
-  float weights[ranks_at_once];
+  constexpr int count = ranks_at_once<has_bias>;
+  float4 values[count];
+  float weights[count];
 #pragma unroll
-  for (int k = 0; k < ranks_at_once; k++) {
+  for (int k = 0; k < count; k++) {
     if (first + k >= experts.num_ranks) continue;
     values[k] = load_four<aligned>(experts.routed + int64_t(first + k) * cols, i, cols);
     weights[k] = experts.weights[first + k];
   }
   if (experts.cpu_ids != nullptr) {
 #pragma unroll
-    for (int k = 0; k < ranks_at_once; k++) {
+    for (int k = 0; k < count; k++) {
       if (first + k >= experts.num_ranks || experts.cpu_ids[first + k] < 0) continue;
       values[k] = load_four<aligned>(experts.cpu_rows + int64_t(first + k) * cols, i, cols);
     }
   }
 #pragma unroll
-  for (int k = 0; k < ranks_at_once; k++) {
+  for (int k = 0; k < count; k++) {
     if (first + k >= experts.num_ranks) continue;
     if constexpr (has_bias)
       values[k] =
@@ -77,7 +80,7 @@ __device__ __forceinline__ float4 combine_experts(const Experts& experts, int i,
   if constexpr (kind != no_shared) shared = load_four<aligned>(experts.shared, i, cols);
   if constexpr (kind == gated_shared) shared_gate = *experts.shared_gate;
   float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
-  for (int first = 0; first < experts.num_ranks; first += ranks_at_once) {
+  for (int first = 0; first < experts.num_ranks; first += ranks_at_once<has_bias>) {
     sum = add_ranks<aligned, has_bias>(experts, first, i, cols, sum);
   }
   if constexpr (kind == gated_shared)

@@ -5,7 +5,7 @@
 
 using namespace coldstream;
 
-constexpr int max_threads = 512;
+constexpr int max_threads = 512, most_threads = 768;
 
 extern __shared__ float4 dynamic_shared[];  // x of the row, or x + update, padded with zeros to whole groups
 
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(max_threads)
 
 // The same with the sum of the experts as update.
 template <bool aligned, SharedExpert kind, bool has_bias = false>
-__global__ void __launch_bounds__(max_threads)
+__global__ void __launch_bounds__(has_bias ? most_threads : max_threads)
     combine_rms_norm_rows(const float* x, const float* routed, const float* topk_weights, int num_ranks,
                           const float* shared, const float* shared_gate, const int* cpu_ids,
                           const float* cpu_rows, const __grid_constant__ Answer answer, LayerStamps* stamps,
