@@ -69,7 +69,7 @@ def test_a_step_that_prefetches_takes_one_kernel_more_and_the_rings_memory(layer
     plain_memory, plain = plan_steps(layers, None)
     assert {instance for _, instance in plain} == {
         "rms_norm_rows<true>",
-        "router_gemv<true, 8, false>",
+        "router_gemv<true, 1, false>",
         instance_for("coldstream::expert_gate_up", {QuantType.Q4_K}),
         instance_for("coldstream::expert_down", {QuantType.Q4_K}),
         "combine_rms_norm_rows<true, gated_shared>",

@@ -16,7 +16,7 @@ from coldstream.kernels.rms_norm.cuda import Norm, norm_outputs
 
 MAX_TOKENS = 8  # in the single launch
 MAX_CHOSEN = MAX_RANKS
-EXPERTS_PER_LANE = (8, 16, 32)
+EXPERTS_PER_LANE = (1, 4, 8, 16, 32)
 WARP_SIZE = 32
 THREADS = 512
 NUM_WARPS = THREADS // WARP_SIZE
