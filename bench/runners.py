@@ -59,7 +59,8 @@ def open_cpu_runner(
     """
     file, spec = open_model_file(path)
     try:
-        shape = RamShape(threads, tier, context_length, kv_type, draft=DraftMemory(aux_layers=aux_layers))
+        drafts = DraftMemory(aux_layers=aux_layers)
+        shape = RamShape(threads, tier, context_length, kv_type, 1, drafts, attention_window)
         needs = ram_needs(file, spec, shape, cache_size)
         placement = needs.place(ALL_BYTES if ram_bytes is None else ram_bytes, None, PlanOptions())
         return CpuRunner.load(

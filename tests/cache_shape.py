@@ -9,6 +9,7 @@ from coldstream.kvcache.cache import NgramShape
 class Shape:
     layer_kinds: tuple[str, ...] = ("delta_net", "attention", "delta_net")
     kv_heads: tuple[tuple[int, int], ...] = ((2, 8),)
+    kv_windows: tuple[int | None, ...] = (None,)
     index_dim: int = 0
     conv_kernel: int = 4
     conv_dim: int = 24

@@ -19,6 +19,7 @@ from coldstream.kvcache.batch import (
     CheckedSegment,
     PathArrays,
     check_batch,
+    path_in_windows,
 )
 from coldstream.kvcache.sequence_cache import AcceptedPath
 
@@ -85,19 +86,25 @@ def test_rows_behind_a_batch_are_of_no_sequence() -> None:
     assert (memory[size.num_values :] == 77).all()
 
 
-def test_a_path_lies_where_a_commit_reads_it() -> None:
-    memory = np.full(PathArrays.num_values(4) + 2, 77, np.int32)
-    arrays = PathArrays(memory, 4)
-    arrays.write(AcceptedPath((0, 2, 5), (8, 9, 3), 300, 6, (11, 12)))
+@pytest.mark.parametrize("has_windows", [False, True])
+def test_a_path_lies_where_a_commit_reads_it(has_windows: bool) -> None:
+    num_values = PathArrays.num_values(4, has_windows=has_windows)
+    memory = np.full(num_values + 2, 77, np.int32)
+    arrays = PathArrays(memory, 4, has_windows=has_windows)
+    arrays.write(AcceptedPath((0, 2, 5), (8, 9, 3), 300, 6, (11, 12), (0, 13)))
     path = arrays.path
     assert [int(each[0]) for each in (path.state_id, path.count, path.first)] == [6, 3, 300]
     assert path.sources[:3].tolist() == [0, 2, 5]
     assert path.kept[:3].tolist() == [8, 9, 3]
     assert path.table[:2].tolist() == [11, 12]
     assert (len(path.sources), len(path.kept), len(path.table)) == (MAX_TREE_ROWS, MAX_TREE_ROWS, 4)
-    assert (memory[PathArrays.num_values(4) :] == 77).all()
-    addresses = [values.ctypes.data for values in vars(path).values()]
-    assert len(set(addresses)) == len(addresses)
+    assert (memory[num_values:] == 77).all()
+    arrays_of_path = [values for values in vars(path).values() if values is not None]
+    assert len({values.ctypes.data for values in arrays_of_path}) == len(arrays_of_path) == 6 + has_windows
+    if has_windows:
+        of_windows = path_in_windows(path)
+        assert of_windows.table[:2].tolist() == [0, 13]
+        assert of_windows.sources is path.sources
 
 
 def test_logits_of_a_text_leave_other_sequences_alone_and_segments_are_counted(tmp_path: Path) -> None:

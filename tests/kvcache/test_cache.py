@@ -1,20 +1,30 @@
 """Shapes, sizes and state_ids of the cache."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cache_shape import Shape
 from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.kernels.reference_ops import ReferenceOps
 from coldstream.kvcache.cache import (
+    MAX_POSITIONS,
     MAX_SEQUENCES,
     AttentionState,
     CacheSize,
     DeltaNetState,
     ModelCache,
+    affordable_context,
     kv_token_bytes,
+    least_kv_bytes,
+    num_blocks_of,
+    window_token_bytes,
 )
 from coldstream.kvcache.cache_bytes import block_bytes, read_block, write_block
+from coldstream.kvcache.windows import blocks_of_pool
 
 
 def test_shapes_and_bytes() -> None:
@@ -111,10 +121,59 @@ def test_an_empty_cache_is_refused(state_ids: int, positions: int) -> None:
 def test_sequences_share_the_blocks_of_one(num_positions: int, is_scarce: bool, expected: CacheSize) -> None:
     """Of scarce memory all states but one take a quarter of what keys and values take at most."""
     shape = Shape(ssm_state_size=64)  # a state is as large as 6 blocks
-    assert CacheSize.shared(shape, num_positions, "f16", is_scarce=is_scarce) == expected
+    assert CacheSize.shared(shape, num_positions, "f16", is_scarce=is_scarce, num_rows=1) == expected
 
 
 def test_without_recurrent_states_nothing_is_scarce_and_without_keys_everything() -> None:
-    attention, recurrent = Shape(("attention",)), Shape(("delta_net",), kv_heads=())
-    assert CacheSize.shared(attention, 700, "f16", is_scarce=True) == CacheSize(3, 3)
-    assert CacheSize.shared(recurrent, 700, "f16", is_scarce=True) == CacheSize(3, 1)
+    attention, recurrent = Shape(("attention",)), Shape(("delta_net",), kv_heads=(), kv_windows=())
+    assert CacheSize.shared(attention, 700, "f16", is_scarce=True, num_rows=1) == CacheSize(3, 3)
+    assert CacheSize.shared(recurrent, 700, "f16", is_scarce=True, num_rows=1) == CacheSize(3, 1)
+
+
+def windowed_shape(num_layers: int, window: int) -> Shape:
+    """As of gemma-4: every sixth layer sees all positions."""
+    full = [layer % 6 == 5 for layer in range(num_layers)]
+    return Shape(
+        ("attention",) * num_layers,
+        tuple((2, 512) if each else (8, 256) for each in full),
+        tuple(None if each else window for each in full),
+    )
+
+
+def test_windows_of_a_large_model_take_no_more_in_a_long_text() -> None:
+    """The bytes of gemma-4-26B-A4B, of which a cache of all positions takes 28.3 GiB."""
+    shape = windowed_shape(30, 1024)
+    assert (kv_token_bytes(shape, "i16"), window_token_bytes(shape, "i16")) == (232_000, 211_200)
+    size = CacheSize.shared(shape, 131_072, "i16", is_scarce=True, num_rows=2048)
+    assert size == CacheSize(512, 3, num_window_blocks=3 * 5 + 8 + 3)
+    assert size.kv_bytes(shape, "i16") == 256 * (512 * 20_800 + 26 * 211_200)
+    one = replace(size, num_window_blocks=blocks_of_pool(1024, 1, 2048) - 1)
+    assert one.kv_bytes(shape, "i16") / 2**30 == pytest.approx(3.2, abs=0.05)
+
+
+@pytest.mark.parametrize("window", [1, 256, 1024, 5000])
+@pytest.mark.parametrize("is_scarce", [False, True])
+def test_blocks_of_windows_are_there_where_they_take_less(window: int, is_scarce: bool) -> None:
+    shape = windowed_shape(6, window)
+    for length in (1, 600, 4096, 8192, 20_000, 131_072):
+        size = CacheSize.shared(shape, length, "i16", is_scarce=is_scarce, num_rows=512)
+        assert size.num_window_blocks < size.num_blocks == num_blocks_of(length)
+        assert size.kv_bytes(shape, "i16") <= num_blocks_of(length) * 256 * kv_token_bytes(shape, "i16")
+        if size.num_window_blocks:
+            assert size.num_window_blocks == blocks_of_pool(window, size.num_states, 512)
+            assert size.num_states >= 2
+    assert size.num_window_blocks
+
+
+@given(
+    num_bytes=st.integers(0, 2**36),
+    window=st.sampled_from((0, 1, 1024, 40_000)),
+    num_layers=st.sampled_from((1, 6, 12)),
+)
+def test_a_context_that_is_affordable_is_the_longest(num_bytes: int, window: int, num_layers: int) -> None:
+    shape = windowed_shape(num_layers, window or 1)
+    if not window:
+        shape = replace(shape, kv_windows=(None,) * num_layers)
+    longest = affordable_context(shape, num_bytes, "i16")
+    assert least_kv_bytes(shape, longest, "i16") <= num_bytes
+    assert longest == MAX_POSITIONS or least_kv_bytes(shape, longest + 1, "i16") > num_bytes

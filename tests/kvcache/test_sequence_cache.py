@@ -1,50 +1,92 @@
 """Blocks, states and pending rows of sequences under any order of calls, against lists of tokens."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cache_shape import Shape
 from coldstream.errors import InvalidRequestError, OutOfMemoryError
 from coldstream.kernels.cpu_ops import CpuOps
-from coldstream.kernels.ops import BLOCK_POSITIONS, MIN_FORK_ROWS
+from coldstream.kernels.ops import BLOCK_POSITIONS, MIN_FORK_ROWS, Array
 from coldstream.kvcache import sequence_cache
-from coldstream.kvcache.batch import BatchArrays, BatchSize, CheckedSegment, PathArrays
+from coldstream.kvcache.batch import BatchArrays, BatchSize, CheckedSegment, PathArrays, path_in_windows
 from coldstream.kvcache.cache import AttentionState, CacheSize, DeltaNetState
 from coldstream.kvcache.cache_bytes import block_bytes, state_bytes_of
+from coldstream.kvcache.groups import blocks_of
 from coldstream.kvcache.pool import BlockPool
 from coldstream.kvcache.sequence import Checkpoint, Sequence
 from coldstream.kvcache.sequence_cache import Demand, SequenceCache
+from coldstream.kvcache.windows import blocks_at_rest, blocks_of_pool
 
 SIZE = CacheSize(num_blocks=9, num_states=5, num_tree_rows=70)
 COUNTS = st.sampled_from((1, 2, 63, 200, BLOCK_POSITIONS - 1, BLOCK_POSITIONS, BLOCK_POSITIONS + 1))
 
 
+WINDOWS = (1, 2, 200, 256, 257, 258, 700)
+STEP_ROWS = 4 * (BLOCK_POSITIONS + 1) + MIN_FORK_ROWS
+
+
+def with_windows(window: int, *, is_recurrent: bool) -> SequenceCache:
+    """A cache with as few blocks of windows as a plan has, and enough others."""
+    first = "delta_net" if is_recurrent else "attention"
+    kv_windows = (None, window) if is_recurrent else (None, None, window)
+    shape = Shape((first, "attention", "attention"), ((2, 8),) * len(kv_windows), kv_windows)
+    least = blocks_of_pool(window, SIZE.num_states, STEP_ROWS)
+    size = replace(SIZE, num_blocks=60, num_window_blocks=least)
+    return SequenceCache(shape, CpuOps(1), size, "f32", STEP_ROWS)
+
+
 class Sequences(RuleBasedStateMachine):
-    """Every token is a number of its own; keys hold it, and a state the sum of the numbers before."""
+    """Every token is a number of its own; keys hold it, and a state the sum of the numbers before.
+
+    Of layers with windows only what a next row sees is compared.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.ops = CpuOps(1)
+        self.window = 0
         self.cache = SequenceCache(Shape(), self.ops, SIZE, "f32")
         self.tokens: dict[Sequence, list[int]] = {}
         self.trees: dict[Sequence, list[int]] = {}
         self.kept: dict[Checkpoint, list[int]] = {}
         self.num_tokens = 0
 
+    @initialize(window=st.sampled_from((0, *WINDOWS)), is_recurrent=st.booleans())
+    def choose(self, window: int, is_recurrent: bool) -> None:
+        if window:
+            self.window, self.cache = window, with_windows(window, is_recurrent=is_recurrent)
+
     @property
-    def recurrent(self) -> DeltaNetState:
+    def recurrent(self) -> list[Array]:
         layer = self.cache.tensors.layers[0]
-        assert isinstance(layer, DeltaNetState)
-        return layer
+        return [layer.state, layer.conv_state] if isinstance(layer, DeltaNetState) else []
 
     @property
     def attention(self) -> AttentionState:
         layer = self.cache.tensors.layers[1]
         assert isinstance(layer, AttentionState)
+        assert not layer.is_windowed
         return layer
+
+    @property
+    def windowed(self) -> AttentionState:
+        layer = self.cache.tensors.layers[2]
+        assert isinstance(layer, AttentionState)
+        assert layer.is_windowed
+        return layer
+
+    def parts(self, sequence: Sequence) -> list[tuple[Array, list[int], int]]:
+        """Arrays, the blocks of the sequence in them, and the first position that a next row reads."""
+        found = [(each, sequence.blocks, 0) for each in self.attention.arrays]
+        if self.window:
+            first = max(0, sequence.length - self.window + 1)
+            found += [(each, sequence.windows, first) for each in self.windowed.arrays]
+        return found
 
     def draw(self, data: st.DataObject) -> Sequence:
         return data.draw(st.sampled_from(list(self.tokens)))
@@ -56,20 +98,22 @@ class Sequences(RuleBasedStateMachine):
     def write(self, sequence: Sequence, tokens: list[int]) -> None:
         """What attention does: keys and values at the indices behind what is committed."""
         indices = sequence.length + np.arange(len(tokens))
-        blocks = np.array(sequence.blocks)[indices // BLOCK_POSITIONS]
-        for tensor in (self.attention.k, self.attention.v):
+        for tensor, held, _ in self.parts(sequence):
+            blocks = np.array(held)[indices // BLOCK_POSITIONS]
             tensor[blocks, indices % BLOCK_POSITIONS] = np.array(tokens)[:, None, None]
 
     def advance(self, sequence: Sequence, tokens: list[int]) -> None:
         """What the recurrence does."""
-        self.recurrent.state[sequence.state] += sum(tokens)
-        self.recurrent.conv_state[sequence.state] += sum(tokens)
+        for each in self.recurrent:
+            each[sequence.state] += sum(tokens)
 
     def reserve(self, *demands: Demand) -> bool:
         unchanged = self.snapshot()
         try:
             self.cache.check_room(demands)
         except OutOfMemoryError:
+            free, need = self.cache.free, self.cache.need_of(demands)
+            assert need.num_window_blocks <= free.num_window_blocks or not need.num_states <= free.num_states
             assert self.snapshot() == unchanged
             return False
         before, need = self.cache.free, self.cache.need_of(demands)
@@ -78,12 +122,14 @@ class Sequences(RuleBasedStateMachine):
         assert need.num_blocks == before.num_blocks - after.num_blocks
         assert need.num_states == before.num_states - after.num_states
         assert need.num_tree_rows == before.num_tree_rows - after.num_tree_rows
+        assert need.num_window_blocks == before.num_window_blocks - after.num_window_blocks
         return True
 
     def snapshot(self) -> object:
         return [
-            (each.length, tuple(each.blocks), each.state) for each in self.tokens
-        ], self.cache.blocks.num_free
+            (each.length, tuple(each.blocks), tuple(each.windows), each.first_held, each.state)
+            for each in self.tokens
+        ], self.cache.free
 
     @rule()
     def new(self) -> None:
@@ -121,7 +167,7 @@ class Sequences(RuleBasedStateMachine):
                 self.cache.clear(each)
             self.tokens |= {each: [] for each in segment.sequences}
             return
-        memory = BatchSize(count, 1, SIZE.num_blocks)
+        memory = BatchSize(count, 1, self.cache.blocks.num_blocks, self.window > 0)
         arrays = BatchArrays(np.zeros(memory.num_values, np.int32), memory)
         arrays.write([segment])
         tokens, state_ids = self.fresh(count), arrays.rows.state_ids.tolist()
@@ -130,8 +176,8 @@ class Sequences(RuleBasedStateMachine):
         for token, state_id in zip(tokens, state_ids, strict=True):
             if state_id != before:
                 self.copy_state(before, state_id)
-            self.recurrent.state[state_id] += token
-            self.recurrent.conv_state[state_id] += token
+            for each in self.recurrent:
+                each[state_id] += token
             before = state_id
         self.cache.append(sequence, count, forks)
         held = self.tokens[sequence]
@@ -139,7 +185,7 @@ class Sequences(RuleBasedStateMachine):
         self.tokens[sequence] = held + tokens
 
     def copy_state(self, source: int, target: int) -> None:
-        for each in (self.recurrent.state, self.recurrent.conv_state):
+        for each in self.recurrent:
             each[target] = each[source]
 
     @precondition(lambda self: self.tokens)
@@ -186,9 +232,13 @@ class Sequences(RuleBasedStateMachine):
             return
         assert accepted.rows == tuple(path)
         assert accepted.kept == tuple(kept[row] for row in path)
-        arrays = PathArrays(np.zeros(PathArrays.num_values(SIZE.num_blocks), np.int32), SIZE.num_blocks)
+        num_blocks, has_windows = self.cache.blocks.num_blocks, self.window > 0
+        memory = np.zeros(PathArrays.num_values(num_blocks, has_windows=has_windows), np.int32)
+        arrays = PathArrays(memory, num_blocks, has_windows=has_windows)
         arrays.write(accepted)
-        self.ops.commit_attention([(self.attention.k, self.attention.v)], arrays.path)
+        self.ops.commit_attention([self.attention.arrays], arrays.path)
+        if self.window:
+            self.ops.commit_attention([self.windowed.arrays], path_in_windows(arrays.path))
         tree = self.trees.pop(sequence)
         tokens = [tree[row] for row in path]
         if path:
@@ -227,6 +277,42 @@ class Sequences(RuleBasedStateMachine):
         self.tokens[sequence] = list(self.kept[checkpoint])
 
     @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        sequence = self.draw(data)
+        if sequence in self.trees or sequence.checkpoints or self.cache.is_recurrent:
+            return
+        least = self.cache.least_length(sequence)
+        assert least <= sequence.length
+        if least:
+            with pytest.raises(InvalidRequestError, match=f"to {least - 1}: .* to {least} and more"):
+                self.cache.truncate(sequence, least - 1)
+        length = data.draw(st.integers(least, sequence.length))
+        self.cache.truncate(sequence, length)
+        del self.tokens[sequence][length:]
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def written_bytes(self, data: st.DataObject) -> None:
+        """What one sequence holds, in another that shares nothing with it."""
+        sequence = self.draw(data)
+        if sequence in self.trees or not sequence.length:
+            return
+        count = len(sequence.blocks)
+        blocks = [bytes(self.cache.read_block(sequence, index)) for index in range(count)]
+        state = bytes(self.cache.read_state(sequence))
+        assert len(state) == self.cache.state_bytes(sequence.length)
+        before, need = self.cache.free, self.cache.need_of_written(sequence.length, 0)
+        try:
+            copy = self.cache.written(sequence.length, blocks, state)
+        except OutOfMemoryError:
+            assert not before.covers(need)
+            return
+        assert self.cache.free.with_more(need) == before
+        assert bytes(self.cache.read_state(copy)) == state
+        self.tokens[copy] = list(self.tokens[sequence])
+
+    @precondition(lambda self: self.tokens)
     @rule(data=st.data(), for_good=st.booleans())
     def clear(self, data: st.DataObject, for_good: bool) -> None:
         sequence = self.draw(data)
@@ -244,14 +330,21 @@ class Sequences(RuleBasedStateMachine):
     def every_sequence_holds_its_tokens(self) -> None:
         for sequence, tokens in self.tokens.items():
             assert sequence.length == len(tokens)
-            indices = np.arange(len(tokens))
-            blocks = np.array(sequence.blocks, np.int64)[indices // BLOCK_POSITIONS]
-            for tensor in (self.attention.k, self.attention.v):
+            for tensor, table, first in self.parts(sequence):
+                indices = np.arange(first, len(tokens))
+                blocks = np.array(table, np.int64)[indices // BLOCK_POSITIONS]
                 held = tensor[blocks, indices % BLOCK_POSITIONS]
-                assert (held == np.array(tokens).reshape(-1, 1, 1)).all()
+                assert (held == np.array(tokens[first:]).reshape(-1, 1, 1)).all()
             if tokens:
-                assert (self.recurrent.state[sequence.state] == sum(tokens)).all()
-                assert (self.recurrent.conv_state[sequence.state] == sum(tokens)).all()
+                assert all((each[sequence.state] == sum(tokens)).all() for each in self.recurrent)
+
+    @invariant()
+    def only_windows_are_kept(self) -> None:
+        if not self.window:
+            return
+        for sequence in self.tokens:
+            num_held = len(sequence.windows) - sequence.first_held
+            assert num_held <= blocks_at_rest(self.window) + (sequence.pending is not None)
 
     @invariant()
     def counts_are_those_of_the_holders(self) -> None:
@@ -259,11 +352,11 @@ class Sequences(RuleBasedStateMachine):
         holders = [held for each in self.tokens for held in (each, *each.checkpoints)]
         states = [holder.state for holder in holders if holder.state is not None]
         rows = [row for each in self.tokens if each.pending for row in each.pending.kept]
-        for pool, held in (
-            (self.cache.blocks, blocks),
-            (self.cache.states, states),
-            (self.cache.tree_rows, rows),
-        ):
+        pools = [(self.cache.blocks, blocks), (self.cache.states, states), (self.cache.tree_rows, rows)]
+        if self.cache.windows is not None:
+            windows = [block for each in self.tokens for block in blocks_of(each, each.checkpoints)]
+            pools.append((self.cache.windows.group.pool, windows))
+        for pool, held in pools:
             assert [pool.count(block) for block in range(pool.num_blocks)] == [
                 held.count(block) for block in range(pool.num_blocks)
             ]
@@ -272,7 +365,7 @@ class Sequences(RuleBasedStateMachine):
 
 
 TestSequences = Sequences.TestCase
-TestSequences.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestSequences.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
 def test_a_row_that_was_left_out_gives_its_block_back() -> None:

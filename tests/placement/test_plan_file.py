@@ -90,7 +90,7 @@ def change(**fields: Any) -> Callable[[dict[str, Any]], None]:
     ("spoil", "kind", "said"),
     [
         (change(format="other"), UnsupportedError, "format"),
-        (change(version=1), UnsupportedError, "version: 1, this program knows 14"),
+        (change(version=1), UnsupportedError, "version: 1, this program knows 15"),
         (change(more=1), InconsistentError, "unknown: more"),
         (lambda document: document.pop("tier"), InconsistentError, "missing or unknown: tier"),
         (change(model=None), InconsistentError, "model"),

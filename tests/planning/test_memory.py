@@ -4,14 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from bench.runners import fixed_part_on_gpu
+from bench.runners import fixed_part_on_gpu, open_cpu_runner
 from builders import Dims, write_gguf
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.indexer.workspace_sizes import workspace_bytes
 from coldstream.kvcache import CacheSize
-from coldstream.kvcache.cache import kv_token_bytes
+from coldstream.kvcache.cache import is_windowed, kv_token_bytes, window_token_bytes
 from coldstream.models.footprint import model_sizes
 from coldstream.models.read_spec import read_spec
 from coldstream.models.spec.model_spec import ModelSpec
@@ -59,6 +60,36 @@ def test_what_is_counted_for_a_gpu_and_what_is_estimated_agree(tmp_path: Path, a
     )
     assert counted.weights == pytest.approx(estimated.weights, rel=0.1)
     assert 0.5 < counted.workspace / estimated.workspace < 2
+
+
+@pytest.mark.parametrize(("arch", "window"), [("gemma4", None), ("gpt-oss", None), ("qwen35moe", 700)])
+def test_caches_of_windows_are_counted_as_a_runner_takes_them(
+    tmp_path: Path, arch: str, window: int | None
+) -> None:
+    """On each device, whether counted or estimated."""
+    path, ctx_size = tmp_path / "tiny.gguf", 65_536
+    write_gguf(path, arch, dims=Dims(context=ctx_size))
+    spec, sizes = read(path)
+    windowed = spec.with_window(window)
+    gpu = replace(memory(spec, sizes, ctx_size, counts={}), attention_window=window)
+    capacity = gpu._capacity(512, is_scarce=True)
+    more = replace(capacity.cache_size, num_window_blocks=capacity.cache_size.num_window_blocks + 10)
+    with GGUFFile.open(path) as file:
+        counted, larger = (
+            count_on_gpu(file, spec, sizes, GpuShape(replace(capacity, cache_size=size), 512, window))
+            for size in (capacity.cache_size, more)
+        )
+    assert larger.caches - counted.caches == 10 * 256 * window_token_bytes(windowed, "i16") > 0
+    assert larger.window_caches - counted.window_caches == larger.caches - counted.caches
+    assert 0 < counted.window_caches == capacity.cache_size.window_bytes(windowed, "i16") < counted.caches
+    estimated = replace(gpu, counts=None)._part(512, is_scarce=True)
+    assert estimated.window_caches == counted.window_caches < estimated.caches <= counted.caches
+    assert estimated.num_window_blocks == counted.num_window_blocks
+    with open_cpu_runner(path, threads=1, context_length=ctx_size, attention_window=window) as runner:
+        layers = runner._sequences.tensors.layers
+        arrays = [each for layer in layers if is_windowed(layer) for each in vars(layer).values()]
+        taken = sum(each.nbytes for each in arrays if isinstance(each, np.ndarray))
+        assert taken == runner.cache_size.window_bytes(windowed, "i16") > 0
 
 
 @pytest.mark.parametrize("ctx_size", [512, 32_768, 262_144])
@@ -164,7 +195,7 @@ def test_the_longest_modest_step_is_found_with_few_counts(
         return replace(part, workspace=int(part.workspace * shift))
 
     monkeypatch.setattr(memory_module, "estimated", shifted)
-    scarce = memory(spec, sizes)._capacity(is_scarce=True)
+    scarce = memory(spec, sizes)._capacity(512, is_scarce=True)
     shapes = {size: GpuShape(scarce, size) for size in CHUNK_SIZES}
     with GGUFFile.open(path) as file:
         counts = {shape: count_on_gpu(file, spec, sizes, shape) for shape in shapes.values()}

@@ -271,6 +271,10 @@ def _print_places(run: RunPlan, *, is_dense: bool) -> None:
                 what += f", attending to {run.attention_window}"
         if num_bytes:
             rows.append((what, fast, format_bytes(num_bytes)))
+        if name == "caches" and plan.fixed.window_caches:
+            taken = format_bytes(plan.fixed.window_caches)
+            what = f"  of that {taken} for layers with windows, in {plan.fixed.num_window_blocks} blocks"
+            rows.append((what, "", ""))
     if plan.ring_bytes:
         what = "layers on their way" if is_dense else "experts on their way in prefill"
         rows.append((what, fast, format_bytes(plan.ring_bytes)))

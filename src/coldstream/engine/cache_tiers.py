@@ -55,6 +55,8 @@ def cache_identity(opened: OpenedModel) -> bytes:
         coldstream.__version__,
         plan.placement.fixed.kv_type,
         str(plan.attention_window),
+        # Where layers with windows have blocks of their own, a prefix ends with them.
+        *(["windows"] if plan.placement.fixed.num_window_blocks else []),
         _weights(opened.runner.file),
     )
     return "\n".join(parts).encode()

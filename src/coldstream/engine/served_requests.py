@@ -27,7 +27,7 @@ from coldstream.errors import (
     NotFiniteError,
 )
 from coldstream.kernels.ops import BLOCK_POSITIONS
-from coldstream.kvcache import Demand, PrefixCache, PrefixTier, Sequence
+from coldstream.kvcache import CacheSize, Demand, PrefixCache, PrefixTier, Sequence
 
 
 class JobMemory:
@@ -140,8 +140,9 @@ class JobMemory:
         return demands
 
     def _make_room(self, demands: Collection[Demand], more_blocks: int = 0, more_states: int = 0) -> bool:
-        need = self._runner.need_of(demands)
-        return self.cache.make_room(need.num_blocks + more_blocks, need.num_states + more_states)
+        has_windows = self._runner.cache_size.num_window_blocks > 0
+        more = CacheSize(more_blocks, more_states, num_window_blocks=more_blocks if has_windows else 0)
+        return self.cache.make_room(self._runner.need_of(demands).with_more(more))
 
 
 def demand_of(job: Job, num_rows: int) -> Demand:

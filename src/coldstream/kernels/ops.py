@@ -1,8 +1,7 @@
 """The operations a model is written in; every device implements this one interface.
 
 `layers/` and `models/` call nothing else, so a model's forward pass is written once. `ReferenceOps` (plain
-PyTorch, float32, differentiable) defines the meaning; `CpuOps` runs the C++ kernels and can capture a forward
-pass into a graph.
+PyTorch, float32, differentiable) defines the meaning; `CpuOps` runs C++, also as a captured graph.
 
 Shapes: T rows (tokens, of one or several sequences), E hidden size, H query heads, G key/value heads, D head
 size, C convolution channels, NK / NV key / value heads of the gated DeltaNet, d their head size, K experts
@@ -36,7 +35,6 @@ GATINGS: Mapping[int, Gating] = MappingProxyType(
 # What multiplies a head's result. query: the sigmoids of a vector that the query projection has behind each
 # query. head, element: softplus of a projection of its own, with one number for a head or for an element.
 OutputGate = Literal["none", "query", "head", "element"]
-
 
 BLOCK_POSITIONS = 256  # in a block of keys and values, and in a chunk that attention sums separately
 MAX_TREE_ROWS = 64
@@ -83,6 +81,8 @@ class BatchRows:
     has_prompts: bool = True
     has_several: bool = True
     is_deep: bool = True
+    # As `tables`, of layers with windows that have blocks of their own. Entries that no row reads may be any.
+    window_tables: Array = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ class CommittedPath:
     sources: Array  # [MAX_TREE_ROWS], the path's rows in the tree, kept at index first + source
     kept: Array  # [MAX_TREE_ROWS], the rows of `KeptInputs`
     table: Array  # [blocks], the blocks of the sequence in order of position
+    window_table: Array = None  # of layers with windows, where these are a group of their own
 
 
 @dataclass(frozen=True)

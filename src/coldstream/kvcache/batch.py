@@ -1,7 +1,7 @@
 """The batch of a step: chains and draft trees of one or several sequences, one segment each."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -24,10 +24,22 @@ Array = np.ndarray[Any, Any]
 _COLUMNS = 7  # of `BatchArrays`: token ids and the six arrays of `Rows`
 
 
-def rows_of(columns: Any, tables: Any) -> tuple[Any, Rows]:
+def rows_of(columns: Any, tables: Any, window_tables: Any = None) -> tuple[Any, Rows]:
     """Token ids and `Rows` over the columns of a batch, int32 [_COLUMNS, rows], and its tables of blocks."""
     token_ids, positions, state_ids, segments, indices, parents, kept = columns
-    return token_ids, Rows(positions, state_ids, BatchRows(segments, tables, indices, parents, kept))
+    batch = BatchRows(segments, tables, indices, parents, kept, window_tables=window_tables)
+    return token_ids, Rows(positions, state_ids, batch)
+
+
+def rows_in_windows(rows: Rows) -> Rows:
+    """The same rows for layers with windows, where these are a group of their own."""
+    assert rows.batch is not None, "groups have blocks"
+    return replace(rows, batch=replace(rows.batch, tables=rows.batch.window_tables))
+
+
+def path_in_windows(path: CommittedPath) -> CommittedPath:
+    """The same path for layers with windows, where these are a group of their own."""
+    return replace(path, table=path.window_table)
 
 
 @dataclass(frozen=True)
@@ -244,11 +256,13 @@ class BatchSize:
     num_rows: int
     num_segments: int
     num_blocks: int
+    has_windows: bool = False  # whether layers with windows have blocks of their own
 
     @property
     def num_values(self) -> int:
         """int32 values of a `BatchArrays`."""
-        return _COLUMNS * self.num_rows + self.num_segments * self.num_blocks
+        num_tables = 1 + self.has_windows
+        return _COLUMNS * self.num_rows + num_tables * self.num_segments * self.num_blocks
 
 
 class BatchArrays:
@@ -264,9 +278,17 @@ class BatchArrays:
 
     @cached_property
     def _tables(self) -> Any:
+        return self._table(0)
+
+    @cached_property
+    def _window_tables(self) -> Any:
+        return self._table(1) if self._size.has_windows else None
+
+    def _table(self, number: int) -> Any:
         size = self._size
-        values = self._memory[_COLUMNS * size.num_rows : size.num_values]
-        return values.reshape(size.num_segments, size.num_blocks)
+        count = size.num_segments * size.num_blocks
+        first = _COLUMNS * size.num_rows + number * count
+        return self._memory[first : first + count].reshape(size.num_segments, size.num_blocks)
 
     @property
     def token_ids(self) -> Any:
@@ -276,7 +298,7 @@ class BatchArrays:
     @property
     def rows(self) -> Rows:
         """What else there is of them. Its views take longer to make than all else of a decoded token."""
-        return rows_of(self.columns, self._tables)[1]
+        return rows_of(self.columns, self._tables, self._window_tables)[1]
 
     def write(self, segments: Collection[CheckedSegment]) -> int:
         """Writes the rows of segments, whose memory must be reserved. Returns their number."""
@@ -284,6 +306,8 @@ class BatchArrays:
         for number, segment in enumerate(segments):
             sequence, count = segment.sequence, len(segment.token_ids)
             self._tables[number, : len(sequence.blocks)] = sequence.blocks
+            if self._size.has_windows:
+                self._window_tables[number, : len(sequence.windows)] = sequence.windows
             if count == 1 and sequence.pending is None:  # a decoded token: its time counts
                 length, token_id = sequence.length, segment.token_ids[0]
                 self.columns[:, start] = token_id, length, sequence.state, number, length, -1, -1
@@ -321,16 +345,20 @@ _SINGLE_VALUES = 3  # of a path
 class PathArrays:
     """An accepted path as a commit reads it: int32 arrays in one piece of memory, [`num_values`]."""
 
-    def __init__(self, memory: Any, num_blocks: int) -> None:
+    def __init__(self, memory: Any, num_blocks: int, *, has_windows: bool = False) -> None:
+        """has_windows: whether layers with windows have blocks of their own."""
         state_id, count, first = (memory[i : i + 1] for i in range(_SINGLE_VALUES))
         rows = memory[_SINGLE_VALUES : _SINGLE_VALUES + 2 * MAX_TREE_ROWS].reshape(2, MAX_TREE_ROWS)
-        table = memory[_SINGLE_VALUES + 2 * MAX_TREE_ROWS : self.num_values(num_blocks)]
-        self.path = CommittedPath(state_id, count, first, rows[0], rows[1], table)
+        start = _SINGLE_VALUES + 2 * MAX_TREE_ROWS
+        table, window_table = memory[start : start + num_blocks], None
+        if has_windows:
+            window_table = memory[start + num_blocks : start + 2 * num_blocks]
+        self.path = CommittedPath(state_id, count, first, rows[0], rows[1], table, window_table)
 
     @staticmethod
-    def num_values(num_blocks: int) -> int:
+    def num_values(num_blocks: int, *, has_windows: bool = False) -> int:
         """int32 values for sequences of up to `num_blocks` blocks."""
-        return _SINGLE_VALUES + 2 * MAX_TREE_ROWS + num_blocks
+        return _SINGLE_VALUES + 2 * MAX_TREE_ROWS + (1 + has_windows) * num_blocks
 
     def write(self, accepted: AcceptedPath) -> None:
         """Writes the path; only to memory of the host."""
@@ -339,3 +367,5 @@ class PathArrays:
         self.path.sources[:count] = accepted.rows
         self.path.kept[:count] = accepted.kept
         self.path.table[: len(accepted.blocks)] = accepted.blocks
+        if self.path.window_table is not None:
+            self.path.window_table[: len(accepted.windows)] = accepted.windows

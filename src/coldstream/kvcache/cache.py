@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol, Self
+from typing import Final, Protocol, Self
 
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, ELEMENT_BYTES
 from coldstream.kernels.ops import BLOCK_POSITIONS, MAX_TREE_ROWS, Array, KeptInputs, NgramState, Ops
+from coldstream.kvcache.windows import blocks_at_rest, blocks_of_pool
 from coldstream.placement.plan import FixedPart
 
 MAX_SEQUENCES = 16
-STATES_OF_CONTEXT = 2  # where there is memory for several
+STATES_OF_CONTEXT = 2  # where there is memory for several contexts, and with windows
+USUAL_ROWS = 2048  # of a step, for estimates
+MAX_POSITIONS = 1 << 24  # of a context that is only bounded by memory
 
 
 class CacheShape(Protocol):
@@ -25,6 +28,8 @@ class CacheShape(Protocol):
     def layer_kinds(self) -> tuple[str, ...]: ...
     @property
     def kv_heads(self) -> tuple[tuple[int, int], ...]: ...
+    @property
+    def kv_windows(self) -> tuple[int | None, ...]: ...
     @property
     def index_dim(self) -> int: ...
     @property
@@ -56,6 +61,7 @@ class AttentionState:
     k: Array
     v: Array
     index: Array = None  # keys of an indexer, [sequences, positions, 1, d]; None without one
+    is_windowed: bool = False  # whether its blocks are those of the group of layers with windows
 
     @property
     def arrays(self) -> tuple[Array, ...]:
@@ -76,6 +82,11 @@ class DeltaNetState:
 LayerState = AttentionState | DeltaNetState
 
 
+def is_windowed(state: LayerState) -> bool:
+    """Whether a layer is of the group of layers with windows, which has blocks of its own."""
+    return isinstance(state, AttentionState) and state.is_windowed
+
+
 def num_blocks_of(length: int) -> int:
     """Blocks for `length` positions of a sequence."""
     return -(-length // BLOCK_POSITIONS)
@@ -88,6 +99,7 @@ class CacheSize:
     num_blocks: int  # of keys and values, BLOCK_POSITIONS each
     num_states: int  # recurrent states: one per sequence and per checkpoint
     num_tree_rows: int = 0  # rows of pending draft trees
+    num_window_blocks: int = 0  # of layers with windows alone; 0: those have the blocks of all others
 
     @classmethod
     def of(cls, num_sequences: int, context_length: int, num_trees: int = 0) -> Self:
@@ -99,7 +111,7 @@ class CacheSize:
     def planned(cls, fixed: FixedPart) -> Self:
         """What a plan with this fixed part has memory for."""
         num_blocks = fixed.num_contexts * num_blocks_of(fixed.ctx_size)
-        return cls(num_blocks, fixed.num_sequences, fixed.num_tree_rows)
+        return cls(num_blocks, fixed.num_sequences, fixed.num_tree_rows, fixed.num_window_blocks)
 
     @classmethod
     def shared(
@@ -109,6 +121,7 @@ class CacheSize:
         kv_type: str,
         *,
         is_scarce: bool,
+        num_rows: int,
         num_tree_rows: int = 0,
         num_contexts: int = 1,
     ) -> Self:
@@ -121,16 +134,64 @@ class CacheSize:
         thousands of positions, and a single sequence needs only one. So all states but one then take at most
         a quarter of the bytes of keys and values. With several contexts there are at least two states for
         each, as kept prefixes have states too.
+
+        num_rows: of a step. Layers with windows have blocks of their own if that takes less. Then a state has
+        blocks of theirs too, and keys and values of which a quarter is taken are those of all other layers.
+        There are two states at least, so that a prefix is kept beside the sequence that goes on.
         """
-        num_blocks = num_blocks_of(context_length)
-        num_states = min(num_blocks, MAX_SEQUENCES)
-        one_state = state_bytes(shape)
-        if is_scarce and one_state:
-            kv_bytes = num_blocks * BLOCK_POSITIONS * kv_token_bytes(shape, kv_type)
-            num_states = min(num_states, 1 + kv_bytes // 4 // one_state)
-        if num_contexts > 1:
-            num_states = max(num_states, STATES_OF_CONTEXT * num_contexts)
-        return cls(num_contexts * num_blocks, num_states, num_tree_rows)
+        num_blocks, window = num_blocks_of(context_length), group_window(shape)
+
+        def num_states_of(one_state: int, position_bytes: int) -> int:
+            num_states = min(num_blocks, MAX_SEQUENCES)
+            if is_scarce and one_state:
+                kv_bytes = num_blocks * BLOCK_POSITIONS * position_bytes
+                num_states = min(num_states, 1 + kv_bytes // 4 // one_state)
+            if num_contexts > 1:
+                num_states = max(num_states, STATES_OF_CONTEXT * num_contexts)
+            return num_states
+
+        token_bytes, window_bytes = kv_token_bytes(shape, kv_type), window_token_bytes(shape, kv_type)
+        all_blocks, together = num_contexts * num_blocks, num_states_of(state_bytes(shape), token_bytes)
+        if window:
+            one_state = state_bytes(shape) + blocks_at_rest(window) * BLOCK_POSITIONS * window_bytes
+            apart = max(STATES_OF_CONTEXT, num_states_of(one_state, token_bytes - window_bytes))
+            in_windows = blocks_of_pool(window, apart, num_rows)
+            if in_windows < all_blocks:
+                return cls(all_blocks, apart, num_tree_rows, in_windows)
+        return cls(all_blocks, together, num_tree_rows)
+
+    @property
+    def _of_sequences(self) -> tuple[int, int, int]:
+        return self.num_blocks, self.num_states, self.num_window_blocks
+
+    def covers(self, need: Self) -> bool:
+        """Whether so many blocks and states are there."""
+        return all(here >= asked for here, asked in zip(self._of_sequences, need._of_sequences, strict=True))
+
+    def helps(self, free: Self, need: Self) -> bool:
+        """Whether there is anything of what `free` lacks of `need`."""
+        parts = zip(self._of_sequences, free._of_sequences, need._of_sequences, strict=True)
+        return any(here and less < asked for here, less, asked in parts)
+
+    def with_more(self, more: Self) -> Self:
+        """Both together."""
+        parts = zip(vars(self).values(), vars(more).values(), strict=True)
+        return type(self)(*(one + other for one, other in parts))
+
+    def kv_bytes(self, shape: CacheShape, kv_type: str) -> int:
+        """Bytes of keys and values of all layers, and of what indexers keep."""
+        token_bytes, window_bytes = kv_token_bytes(shape, kv_type), window_token_bytes(shape, kv_type)
+        if not self.num_window_blocks:
+            return self.num_blocks * BLOCK_POSITIONS * token_bytes
+        others = self.num_blocks * BLOCK_POSITIONS * (token_bytes - window_bytes)
+        return others + self.window_bytes(shape, kv_type)
+
+    def window_bytes(self, shape: CacheShape, kv_type: str) -> int:
+        """Of `kv_bytes`, those of layers with windows that have blocks of their own."""
+        return self.num_window_blocks * BLOCK_POSITIONS * window_token_bytes(shape, kv_type)
+
+
+NOTHING: Final = CacheSize(0, 0)
 
 
 class ModelCache:
@@ -156,36 +217,39 @@ class ModelCache:
             )
         self.num_states = num_states
         self.context_length = context_length
-        self._allocate(shape, ops, kv_type, (num_states, context_length), 0)
+        self._allocate(shape, ops, kv_type, (num_states, context_length), CacheSize(0, num_states))
 
     @classmethod
     def in_blocks(cls, shape: CacheShape, ops: Ops, size: CacheSize, kv_type: str = "i16") -> Self:
         """Keys and values [blocks, BLOCK_POSITIONS, G, row]; there are `size.num_states` states."""
-        if min(size.num_blocks, size.num_states) < 1 or size.num_tree_rows < 0:
+        if min(size.num_blocks, size.num_states) < 1 or min(size.num_tree_rows, size.num_window_blocks) < 0:
             raise ValueError(
                 f"a cache of {size.num_blocks} blocks and {size.num_states} states holds nothing"
             )
         cache = cls.__new__(cls)
         cache.num_states = size.num_states
         cache.context_length = size.num_blocks * BLOCK_POSITIONS
-        cache._allocate(shape, ops, kv_type, (size.num_blocks, BLOCK_POSITIONS), size.num_tree_rows)
+        cache._allocate(shape, ops, kv_type, (size.num_blocks, BLOCK_POSITIONS), size)
         return cache
 
     def _allocate(
-        self, shape: CacheShape, ops: Ops, kv_type: str, places: tuple[int, int], num_tree_rows: int
+        self, shape: CacheShape, ops: Ops, kv_type: str, places: tuple[int, int], size: CacheSize
     ) -> None:
-        layout = CACHE_LAYOUTS[kv_type]
+        """places: of keys and values of layers in no group of their own."""
+        layout, num_tree_rows = CACHE_LAYOUTS[kv_type], size.num_tree_rows
         self._recurrent = self._recurrent_arrays(shape, ops)
         layers_before = count()
-        kv_heads = iter(shape.kv_heads)
+        attentions = zip(shape.kv_heads, shape.kv_windows, strict=True)
 
         def layer_state(index: int, kind: str) -> LayerState:
             if kind == "attention":
-                num_heads, head_dim = next(kv_heads)
-                kv_shape = (*places, num_heads, layout.row_elements(head_dim))
+                (num_heads, head_dim), window = next(attentions)
+                is_windowed = size.num_window_blocks > 0 and window is not None
+                own = (size.num_window_blocks, BLOCK_POSITIONS) if is_windowed else places
+                kv_shape = (*own, num_heads, layout.row_elements(head_dim))
                 k, v = (ops.zeros(kv_shape, layout.element) for _ in range(2))
                 if not shape.index_dim:
-                    return AttentionState(k, v)
+                    return AttentionState(k, v, is_windowed=is_windowed)
                 return AttentionState(k, v, ops.zeros((*places, 1, shape.index_dim), index_element(kv_type)))
             layer = next(layers_before)
             conv_state, state = (array[layer] for array in self._recurrent[:2])
@@ -228,6 +292,11 @@ class ModelCache:
             ops.zeros((1, self.num_states, ngram.history, ngram.width), "float32"),
         )
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether layers with windows are a group of their own."""
+        return any(map(is_windowed, self.layers))
+
     def with_layers(self, layers: Sequence[int]) -> Self:
         """A cache for steps of these layers alone, over the same memory. States are still those of all."""
         some = copy(self)
@@ -236,13 +305,16 @@ class ModelCache:
 
     def tensors(self) -> tuple[Array, ...]:
         """All arrays, layer by layer."""
-        parts: list[LayerState | KeptInputs | NgramState] = []
+        found: list[Array] = []
         for layer in self.layers:
-            parts.append(layer)
-            if isinstance(layer, DeltaNetState):
-                parts += [part for part in (layer.kept, layer.ngram) if part is not None]
-        found = (tensor for part in parts for tensor in vars(part).values())
-        return tuple(each for each in found if not isinstance(each, KeptInputs | NgramState | None))
+            if isinstance(layer, AttentionState):
+                found += layer.arrays
+                continue
+            parts: list[DeltaNetState | KeptInputs | NgramState] = [layer]
+            parts += [part for part in (layer.kept, layer.ngram) if part is not None]
+            values = (value for part in parts for value in vars(part).values())
+            found += [each for each in values if not isinstance(each, KeptInputs | NgramState | None)]
+        return tuple(found)
 
     @property
     def num_bytes(self) -> int:
@@ -264,14 +336,17 @@ class ModelCache:
         for array in self._recurrent:
             array[:, target] = array[:, source]
 
-    def copy_block(self, source: int, target: int, num_positions: int) -> None:
-        """Copies what layers keep of the first `num_positions` of a block to another."""
+    def copy_block(self, source: int, target: int, num_positions: int, *, is_windowed: bool = False) -> None:
+        """Copies what layers of a group keep of the first `num_positions` of a block to another."""
         for layer in self.layers:
-            if isinstance(layer, AttentionState):
-                layer.k[target, :num_positions] = layer.k[source, :num_positions]
-                layer.v[target, :num_positions] = layer.v[source, :num_positions]
-                if layer.index is not None:
-                    layer.index[target, :num_positions] = layer.index[source, :num_positions]
+            if isinstance(layer, AttentionState) and layer.is_windowed == is_windowed:
+                for array in layer.arrays:
+                    array[target, :num_positions] = array[source, :num_positions]
+
+
+def group_window(shape: CacheShape) -> int:
+    """Positions that layers with windows see at most, a row's own included; 0 if there are no such layers."""
+    return max((window for window in shape.kv_windows if window is not None), default=0)
 
 
 def state_bytes(shape: CacheShape) -> int:
@@ -285,7 +360,35 @@ def state_bytes(shape: CacheShape) -> int:
 def context_bytes(shape: CacheShape, context_length: int, kv_type: str) -> int:
     """Bytes of each of several whole contexts, with its states."""
     num_positions = num_blocks_of(context_length) * BLOCK_POSITIONS
-    return num_positions * kv_token_bytes(shape, kv_type) + STATES_OF_CONTEXT * state_bytes(shape)
+    token_bytes, window_bytes = kv_token_bytes(shape, kv_type), window_token_bytes(shape, kv_type)
+    of_states = STATES_OF_CONTEXT * blocks_at_rest(group_window(shape)) * BLOCK_POSITIONS
+    in_windows = min(num_positions, of_states) * window_bytes
+    all_states = STATES_OF_CONTEXT * state_bytes(shape)
+    return num_positions * (token_bytes - window_bytes) + in_windows + all_states
+
+
+def least_kv_bytes(shape: CacheShape, context_length: int, kv_type: str) -> int:
+    """About the fewest bytes of keys and values of a context, before the rows of a step are chosen."""
+    token_bytes, window_bytes = kv_token_bytes(shape, kv_type), window_token_bytes(shape, kv_type)
+    in_windows = min(context_length, _least_window_positions(shape)) * window_bytes
+    return context_length * (token_bytes - window_bytes) + in_windows
+
+
+def affordable_context(shape: CacheShape, num_bytes: int, kv_type: str) -> int:
+    """The longest context whose `least_kv_bytes` are at most `num_bytes`, up to MAX_POSITIONS."""
+    token_bytes, window_bytes = kv_token_bytes(shape, kv_type), window_token_bytes(shape, kv_type)
+    in_windows = _least_window_positions(shape)
+    short = num_bytes // max(1, token_bytes)
+    if short < in_windows:
+        return short
+    others, left = token_bytes - window_bytes, num_bytes - in_windows * window_bytes
+    return min(MAX_POSITIONS, left // others) if others else MAX_POSITIONS
+
+
+def _least_window_positions(shape: CacheShape) -> int:
+    """Positions that layers with windows keep with few states and steps of usual size."""
+    window = group_window(shape)
+    return blocks_of_pool(window, STATES_OF_CONTEXT, USUAL_ROWS) * BLOCK_POSITIONS if window else 0
 
 
 def kept_bytes(shape: CacheShape) -> int:
@@ -297,10 +400,19 @@ def kept_bytes(shape: CacheShape) -> int:
 
 def kv_token_bytes(shape: CacheShape, kv_type: str) -> int:
     """Bytes of the keys and values of one position, and of what indexers keep of it."""
-    layout = CACHE_LAYOUTS[kv_type]
-    of_heads = 2 * sum(num_heads * layout.row_bytes(head_dim) for num_heads, head_dim in shape.kv_heads)
     of_index = shape.index_dim * ELEMENT_BYTES[index_element(kv_type)]
-    return of_heads + len(shape.kv_heads) * of_index
+    return _heads_bytes(shape.kv_heads, kv_type) + len(shape.kv_heads) * of_index
+
+
+def window_token_bytes(shape: CacheShape, kv_type: str) -> int:
+    """Of `kv_token_bytes`, those of layers with windows."""
+    layers = zip(shape.kv_heads, shape.kv_windows, strict=True)
+    return _heads_bytes([heads for heads, window in layers if window is not None], kv_type)
+
+
+def _heads_bytes(kv_heads: Sequence[tuple[int, int]], kv_type: str) -> int:
+    layout = CACHE_LAYOUTS[kv_type]
+    return 2 * sum(num_heads * layout.row_bytes(head_dim) for num_heads, head_dim in kv_heads)
 
 
 def index_element(kv_type: str) -> str:

@@ -1,10 +1,12 @@
 """Blocks and recurrent states of a `ModelCache` as bytes, on any device: for memory beside it, and for files.
 
-The bytes are those of the arrays, layer by layer, and only of committed positions: the rest of a block may be
-another caller's.
+A block is one of layers that keep all positions. Where layers with windows are a group of their own, their
+last blocks are a part of a state, as both are of the end of a sequence alone. The bytes are those of the
+arrays, layer by layer, and only of committed positions: the rest of a block may be another caller's.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,14 +16,26 @@ from coldstream.kvcache.cache import AttentionState, DeltaNetState, ModelCache
 Content = bytes | memoryview  # of unsigned bytes
 
 
+@dataclass(frozen=True)
+class StatePlace:
+    """Where the state of a sequence is.
+
+    window: blocks of layers with windows in order of position, each with the positions that are of the state.
+    """
+
+    state_id: int
+    window: tuple[tuple[int, int], ...] = ()
+
+
 def block_bytes(cache: ModelCache, num_positions: int = BLOCK_POSITIONS) -> int:
     """Bytes of the first positions of a block."""
     return sum(_num_bytes(part) for part in _block_parts(cache, 0, num_positions))
 
 
-def state_bytes_of(cache: ModelCache) -> int:
-    """Bytes of a recurrent state of all layers."""
-    return sum(_num_bytes(part) for part in _state_parts(cache, 0))
+def state_bytes_of(cache: ModelCache, window_positions: int = 0) -> int:
+    """Bytes of a recurrent state of all layers, and of so many positions of layers with windows."""
+    of_position = sum(_num_bytes(part) for part in _block_parts(cache, 0, 1, is_windowed=True))
+    return sum(_num_bytes(part) for part in _state_parts(cache, 0)) + window_positions * of_position
 
 
 def read_block(cache: ModelCache, block: int, num_positions: int) -> Content:
@@ -29,9 +43,9 @@ def read_block(cache: ModelCache, block: int, num_positions: int) -> Content:
     return _read(_block_parts(cache, block, num_positions))
 
 
-def read_state(cache: ModelCache, state_id: int) -> Content:
-    """The recurrent state of number `state_id`."""
-    return _read(_state_parts(cache, state_id))
+def read_state(cache: ModelCache, place: StatePlace) -> Content:
+    """The state at a place."""
+    return _read(_parts_of(cache, place))
 
 
 def write_block(cache: ModelCache, block: int, num_positions: int, content: Content) -> None:
@@ -39,15 +53,23 @@ def write_block(cache: ModelCache, block: int, num_positions: int, content: Cont
     _write(_block_parts(cache, block, num_positions), content)
 
 
-def write_state(cache: ModelCache, state_id: int, content: Content) -> None:
-    """Mutates a recurrent state; content: as `read_state` gives it."""
-    _write(_state_parts(cache, state_id), content)
+def write_state(cache: ModelCache, place: StatePlace, content: Content) -> None:
+    """Mutates the state at a place; content: as `read_state` gives it, of as many positions."""
+    _write(_parts_of(cache, place), content)
 
 
-def _block_parts(cache: ModelCache, block: int, num_positions: int) -> Iterator[Array]:
+def _block_parts(
+    cache: ModelCache, block: int, num_positions: int, *, is_windowed: bool = False
+) -> Iterator[Array]:
     for layer in cache.layers:
-        if isinstance(layer, AttentionState):
+        if isinstance(layer, AttentionState) and layer.is_windowed == is_windowed:
             yield from (array[block, :num_positions] for array in layer.arrays)
+
+
+def _parts_of(cache: ModelCache, place: StatePlace) -> Iterator[Array]:
+    yield from _state_parts(cache, place.state_id)
+    for block, num_positions in place.window:
+        yield from _block_parts(cache, block, num_positions, is_windowed=True)
 
 
 def _state_parts(cache: ModelCache, state_id: int) -> Iterator[Array]:

@@ -4,6 +4,7 @@ Only `sequence_cache.py` changes them.
 """
 
 from dataclasses import dataclass, field
+from typing import Final
 
 
 @dataclass(frozen=True)
@@ -14,12 +15,24 @@ class PendingTree:
     kept: tuple[int, ...]  # by row: its row in `KeptInputs`
 
 
+@dataclass(frozen=True)
+class HeldWindow:
+    """Blocks of layers with windows from number `first` on, in order of position."""
+
+    first: int = 0
+    blocks: tuple[int, ...] = ()
+
+
+NO_WINDOW: Final = HeldWindow()
+
+
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """The recurrent state that a sequence had at a length; `SequenceCache.restore` goes back to it."""
+    """What a sequence had at a length and may lose; `SequenceCache.restore` goes back to it."""
 
     length: int
     state: int | None  # None: of an empty sequence
+    window: HeldWindow = NO_WINDOW
 
 
 @dataclass(eq=False)
@@ -36,6 +49,9 @@ class Sequence:
     pending: PendingTree | None = None
     checkpoints: list[Checkpoint] = field(default_factory=list)  # the oldest first
     is_released: bool = False
+    # Those of layers with windows, where these are a group of their own. Before the first held one are voids.
+    windows: list[int] = field(default_factory=list)
+    first_held: int = 0
 
 
 Forks = tuple[tuple[int, Sequence], ...]  # (rows before it, empty sequence), ascending

@@ -1,6 +1,7 @@
 """The sequences of a model: their committed positions, shared memory and pending draft trees.
 
-Blocks of keys and values, and recurrent states, have reference counts. A fork shares both with its origin. A
+Blocks of keys and values, and recurrent states, have reference counts. Layers with windows may have blocks of
+their own, which are given back once no later row reads them. A fork shares both with its origin. A
 sequence copies a shared block or state before it writes to it. Every method checks its arguments, and that
 there is room, before it changes anything.
 """
@@ -13,9 +14,17 @@ from types import TracebackType
 
 from coldstream.errors import InvalidRequestError
 from coldstream.kernels.ops import BLOCK_POSITIONS, Ops
-from coldstream.kvcache.cache import CacheShape, CacheSize, DeltaNetState, ModelCache, num_blocks_of
+from coldstream.kvcache.cache import (
+    CacheShape,
+    CacheSize,
+    DeltaNetState,
+    ModelCache,
+    group_window,
+    num_blocks_of,
+)
 from coldstream.kvcache.cache_bytes import (
     Content,
+    StatePlace,
     block_bytes,
     read_block,
     read_state,
@@ -23,8 +32,9 @@ from coldstream.kvcache.cache_bytes import (
     write_block,
     write_state,
 )
+from coldstream.kvcache.groups import BlockGroup, WindowGroup, blocks_of
 from coldstream.kvcache.pool import BlockPool
-from coldstream.kvcache.sequence import Checkpoint, Forks, PendingTree, Sequence
+from coldstream.kvcache.sequence import NO_WINDOW, Checkpoint, Forks, HeldWindow, PendingTree, Sequence
 
 
 @dataclass
@@ -51,18 +61,32 @@ class AcceptedPath:
     first: int  # positions committed before
     state: int
     blocks: tuple[int, ...]
+    windows: tuple[int, ...] = ()  # blocks of layers with windows, where these are a group of their own
 
 
 class SequenceCache:
     """Sequences over a `ModelCache` in blocks, `tensors`."""
 
-    def __init__(self, shape: CacheShape, ops: Ops, size: CacheSize, kv_type: str = "i16") -> None:
+    def __init__(
+        self, shape: CacheShape, ops: Ops, size: CacheSize, kv_type: str = "i16", step_rows: int = 1
+    ) -> None:
+        """step_rows: of a step, at most, which counts where layers with windows are a group of their own."""
         self.tensors = ModelCache.in_blocks(shape, ops, size, kv_type)
         self.blocks = BlockPool(
             size.num_blocks,
             f"blocks of {BLOCK_POSITIONS} positions",
             "release sequences, or open the model with more blocks",
         )
+        self._group = BlockGroup(self.blocks, is_windowed=False)
+        self.windows: WindowGroup | None = None
+        if size.num_window_blocks:
+            pool = BlockPool(
+                size.num_window_blocks,
+                f"blocks of {BLOCK_POSITIONS} positions in windows",
+                "release sequences and checkpoints, or open the model with more states",
+            )
+            group = BlockGroup(pool, is_windowed=True)
+            self.windows = WindowGroup(group, group_window(shape), step_rows)
         self.states = BlockPool(
             size.num_states,
             "recurrent states",
@@ -87,12 +111,33 @@ class SequenceCache:
             for state in (sequence.state, *(each.state for each in sequence.checkpoints))
             if state is not None
         )
-        return CacheSize(self.blocks.num_freed(blocks), self.states.num_freed(states))
+        num_window_blocks = 0
+        if self.windows is not None:
+            held = Counter(
+                block for sequence in sequences for block in blocks_of(sequence, sequence.checkpoints)
+            )
+            num_window_blocks = self.windows.group.pool.num_freed(held)
+        return CacheSize(
+            self.blocks.num_freed(blocks),
+            self.states.num_freed(states),
+            num_window_blocks=num_window_blocks,
+        )
 
     @property
     def is_recurrent(self) -> bool:
         """Whether sequences have states that describe their end only, so that `truncate` is impossible."""
         return any(isinstance(layer, DeltaNetState) for layer in self.tensors.layers)
+
+    @property
+    def truncates_anywhere(self) -> bool:
+        """Whether sequences without checkpoints can be truncated to any length."""
+        return self.windows is None and not self.is_recurrent
+
+    def least_length(self, sequence: Sequence) -> int:
+        """The least length to which `truncate` takes a sequence without checkpoints."""
+        if self.is_recurrent:
+            return sequence.length
+        return 0 if self.windows is None else self.windows.least_length(sequence)
 
     def new(self) -> Sequence:
         """An empty sequence. It takes no memory before its first step."""
@@ -104,6 +149,8 @@ class SequenceCache:
         copy = Sequence(self, sequence.length, list(sequence.blocks), sequence.state)
         self.blocks.share(copy.blocks)
         self.states.share(_states_of(copy.state))
+        if self.windows is not None:
+            self.windows.hand(self.windows.held(sequence, sequence.length), copy)
         return copy
 
     def read_block(self, sequence: Sequence, index: int) -> Content:
@@ -113,10 +160,18 @@ class SequenceCache:
         return read_block(self.tensors, sequence.blocks[index], positions)
 
     def read_state(self, sequence: Sequence) -> Content:
-        """The recurrent state of a sequence that is not empty."""
+        """The recurrent state of a sequence that is not empty, and its last blocks of layers with windows."""
         self.check(sequence)
         assert sequence.state is not None, "an empty sequence has no state"
-        return read_state(self.tensors, sequence.state)
+        first = 0 if self.windows is None else self.windows.first_saved(sequence.length)
+        place = _place(sequence.state, first, sequence.windows[first:], sequence.length)
+        return read_state(self.tensors, place)
+
+    def state_bytes(self, length: int) -> int:
+        """Bytes that `read_state` gives of a sequence of so many positions."""
+        if self.windows is None:
+            return state_bytes_of(self.tensors)
+        return state_bytes_of(self.tensors, length - self.windows.first_saved(length) * BLOCK_POSITIONS)
 
     def written(
         self, length: int, blocks: Listed[Content], state: Content, base: Sequence | None = None
@@ -133,7 +188,7 @@ class SequenceCache:
             length < 1
             or first < 0
             or [len(block) for block in blocks] != [block_bytes(self.tensors, size) for size in sizes]
-            or len(state) != state_bytes_of(self.tensors)
+            or len(state) != self.state_bytes(length)
         ):
             raise InvalidRequestError(
                 f"{len(blocks)} blocks and a state are not those of {length} positions of this cache: they "
@@ -147,23 +202,40 @@ class SequenceCache:
             shared = base.blocks[:first]
         self.blocks.check(len(blocks))
         self.states.check(1)
-        (state_id,) = self.states.take(1)
-        taken = self.blocks.take(len(blocks))
+        sequence = Sequence(self)
+        self._take_window(sequence, length)
+        (sequence.state,) = self.states.take(1)
+        sequence.blocks = self.blocks.take(len(blocks))
         try:
-            for block, size, content in zip(taken, sizes, blocks, strict=True):
+            for block, size, content in zip(sequence.blocks, sizes, blocks, strict=True):
                 write_block(self.tensors, block, size, content)
-            write_state(self.tensors, state_id, state)
+            held = sequence.windows[sequence.first_held :]
+            write_state(self.tensors, _place(sequence.state, sequence.first_held, held, length), state)
         except BaseException:
-            self.blocks.release(taken)
-            self.states.release([state_id])
+            self.release(sequence)
             raise
         self.blocks.share(shared)
-        return Sequence(self, length, [*shared, *taken], state_id)
+        sequence.blocks, sequence.length = [*shared, *sequence.blocks], length
+        return sequence
+
+    def need_of_written(self, length: int, num_shared: int) -> CacheSize:
+        """What `written` takes for so many positions, of which it shares so many blocks."""
+        windows = self.windows
+        of_windows = 0 if windows is None else num_blocks_of(length) - windows.first_saved(length)
+        return CacheSize(num_blocks_of(length) - num_shared, 1, num_window_blocks=of_windows)
+
+    def _take_window(self, sequence: Sequence, length: int) -> None:
+        """Gives an empty sequence what it needs to go on at `length`. Raises OutOfMemoryError."""
+        if self.windows is not None:
+            first = self.windows.first_saved(length)
+            taken = self.windows.group.pool.take(num_blocks_of(length) - first)
+            self.windows.hand(HeldWindow(first, tuple(taken)), sequence)
 
     def checkpoint(self, sequence: Sequence) -> Checkpoint:
-        """Keeps the recurrent state as it is now. Nothing is copied."""
+        """Keeps the recurrent state and the window as they are now. Nothing is copied."""
         self.check(sequence)
-        checkpoint = Checkpoint(sequence.length, sequence.state)
+        window = NO_WINDOW if self.windows is None else self.windows.held(sequence, sequence.length)
+        checkpoint = Checkpoint(sequence.length, sequence.state, window)
         self.states.share(_states_of(checkpoint.state))
         sequence.checkpoints.append(checkpoint)
         return checkpoint
@@ -181,6 +253,9 @@ class SequenceCache:
         self.states.share(_states_of(checkpoint.state))
         self.states.release(_states_of(sequence.state))
         sequence.state, sequence.length = checkpoint.state, checkpoint.length
+        if self.windows is not None:
+            self.windows.group.pool.share(checkpoint.window.blocks)
+            self.windows.hand(checkpoint.window, sequence)
         self._trim(sequence)
 
     def drop(self, sequence: Sequence, checkpoint: Checkpoint) -> None:
@@ -189,6 +264,8 @@ class SequenceCache:
         self._check_checkpoint(sequence, checkpoint)
         sequence.checkpoints.remove(checkpoint)
         self.states.release(_states_of(checkpoint.state))
+        if self.windows is not None:
+            self.windows.group.pool.release(checkpoint.window.blocks)
 
     def clear(self, sequence: Sequence) -> None:
         """Empties the sequence and drops its checkpoints and its pending tree."""
@@ -219,11 +296,10 @@ class SequenceCache:
         owns the slot in which the rows after it leave their state. To clear a fork frees that slot.
         """
         for demand in demands:
-            sequence = demand.sequence
-            self._own_last_block(sequence)
-            missing = num_blocks_of(sequence.length + demand.num_rows) - len(sequence.blocks)
-            if missing:
-                sequence.blocks += self.blocks.take(missing)
+            sequence, length, num_rows = demand.sequence, demand.sequence.length, demand.num_rows
+            self._group.extend(sequence.blocks, length, num_rows, self.tensors)
+            if self.windows is not None:
+                self.windows.group.extend(sequence.windows, length, num_rows, self.tensors)
             if sequence.state is None:
                 (sequence.state,) = self.states.take(1)
                 self.tensors.reset(sequence.state)
@@ -234,21 +310,28 @@ class SequenceCache:
             else:
                 sequence.pending = PendingTree(demand.parents, tuple(self.tree_rows.take(demand.num_rows)))
 
-    def lengthen(self, sequence: Sequence, num_rows: int) -> bool:
+    def lengthen(self, sequence: Sequence, num_rows: int, num_known: int) -> bool:
         """Gives the sequence blocks for `num_rows` rows after its positions. True if it had too few.
 
-        Raises OutOfMemoryError with nothing changed.
+        num_known: of these rows, the first that the device has committed and all later rows follow. What
+        those do not read of layers with windows is given back. Raises OutOfMemoryError, with no more changed.
         """
-        missing = num_blocks_of(sequence.length + num_rows) - len(sequence.blocks)
-        self.blocks.check(max(0, missing))
-        sequence.blocks += self.blocks.take(max(0, missing))
+        end, windows = num_blocks_of(sequence.length + num_rows), self.windows
+        missing = max(0, end - len(sequence.blocks))
+        self.blocks.check(missing)
+        if windows is not None:
+            windows.give_back(sequence, sequence.length + num_known)
+            sequence.windows += windows.group.pool.take(max(0, end - len(sequence.windows)))
+        sequence.blocks += self.blocks.take(missing)
         return missing > 0
 
     def append(self, sequence: Sequence, num_rows: int, forks: Forks = ()) -> None:
         """Commits a chain of rows that a step has computed, and what it has left behind."""
         if forks:
-            _leave_forks(sequence, forks, self.blocks)
+            self._leave_forks(sequence, forks)
         sequence.length += num_rows
+        if self.windows is not None:
+            self.windows.give_back(sequence, sequence.length)
 
     def take_back(self, sequence: Sequence) -> None:
         """Removes the last committed row, which the step that was to compute it has left out.
@@ -264,14 +347,16 @@ class SequenceCache:
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Truncates a sequence without checkpoints to its first `length` positions, if no layer is recurrent.
 
-        Raises InvalidRequestError for a length that it does not have, and for a sequence with checkpoints.
+        Raises InvalidRequestError for a length that it does not have or, as `least_length` says, cannot go on
+        from, and for a sequence with checkpoints.
         """
         self.check(sequence)
         assert not self.is_recurrent, "only at its end"
-        if not 0 <= length <= sequence.length or sequence.checkpoints:
+        least = self.least_length(sequence)
+        if not least <= length <= sequence.length or sequence.checkpoints:
             raise InvalidRequestError(
                 f"a sequence of {sequence.length} positions and {len(sequence.checkpoints)} checkpoints "
-                f"cannot be truncated to {length}"
+                f"cannot be truncated to {length}: without checkpoints to {least} and more"
             )
         sequence.length = length
         self._trim(sequence)
@@ -294,13 +379,16 @@ class SequenceCache:
             self._own_state(sequence)
         assert sequence.state is not None
         kept = tuple(sequence.pending.kept[row] for row in path)
-        return AcceptedPath(path, kept, sequence.length, sequence.state, tuple(sequence.blocks))
+        lists = tuple(sequence.blocks), tuple(sequence.windows)
+        return AcceptedPath(path, kept, sequence.length, sequence.state, *lists)
 
     def settle(self, sequence: Sequence, num_rows: int) -> None:
         """Commits the next `num_rows` positions and forgets the pending tree."""
         self._forget_tree(sequence)
         sequence.length += num_rows
         self._trim(sequence)
+        if self.windows is not None:
+            self.windows.give_back(sequence, sequence.length)
 
     def _check(self, sequence: Sequence) -> None:
         if sequence.owner is not self:
@@ -326,7 +414,8 @@ class SequenceCache:
     @property
     def free(self) -> CacheSize:
         """What nobody has."""
-        return CacheSize(self.blocks.num_free, self.states.num_free, self.tree_rows.num_free)
+        of_windows = 0 if self.windows is None else self.windows.group.pool.num_free
+        return CacheSize(self.blocks.num_free, self.states.num_free, self.tree_rows.num_free, of_windows)
 
     def check_room(self, demands: Collection[Demand]) -> None:
         """Raises OutOfMemoryError if there is no room for what `reserve` would take."""
@@ -340,15 +429,17 @@ class SequenceCache:
         self.blocks.check(need.num_blocks)
         self.states.check(need.num_states)
         self.tree_rows.check(need.num_tree_rows)
+        if self.windows is not None:
+            self.windows.group.pool.check(need.num_window_blocks)
 
     def owns_next_row(self, sequence: Sequence) -> bool:
         """Whether a further row takes nothing: neither a block nor a state, nor a copy of either."""
-        block = sequence.length // BLOCK_POSITIONS
+        windows, length = self.windows, sequence.length
         return (
             sequence.state is not None
             and self.states.count(sequence.state) == 1
-            and block < len(sequence.blocks)
-            and self.blocks.count(sequence.blocks[block]) == 1
+            and self._group.owns_next_row(sequence.blocks, length)
+            and (windows is None or windows.group.owns_next_row(sequence.windows, length))
         )
 
     def need_of(self, demands: Collection[Demand]) -> CacheSize:
@@ -359,11 +450,7 @@ class SequenceCache:
         for demand in demands:
             sequence = demand.sequence
             num_blocks += num_blocks_of(sequence.length + demand.num_rows) - len(sequence.blocks)
-            for block in _last_block(sequence):
-                before = given_up.get(block, 0)
-                if self.blocks.count(block) - before > 1:
-                    given_up[block] = before + 1
-                    num_blocks += 1
+            num_blocks += self._group.num_copies(sequence.blocks, sequence.length, given_up)
             if sequence.state is None:
                 num_states += 1
             elif demand.parents is None:
@@ -373,15 +460,10 @@ class SequenceCache:
                     num_states += 1
             num_states += len(demand.forks)
             num_tree_rows += 0 if demand.parents is None else demand.num_rows
-        return CacheSize(num_blocks, num_states, num_tree_rows)
-
-    def _own_last_block(self, sequence: Sequence) -> None:
-        for block in _last_block(sequence):
-            if self.blocks.count(block) > 1:
-                (copy,) = self.blocks.take(1)
-                self.tensors.copy_block(block, copy, sequence.length % BLOCK_POSITIONS)
-                sequence.blocks[-1] = copy
-                self.blocks.release([block])
+        of_windows = 0
+        if self.windows is not None:
+            of_windows = self.windows.need([(demand.sequence, demand.num_rows) for demand in demands])
+        return CacheSize(num_blocks, num_states, num_tree_rows, of_windows)
 
     def _own_state(self, sequence: Sequence) -> None:
         assert sequence.state is not None
@@ -397,15 +479,37 @@ class SequenceCache:
             self.tree_rows.release(kept)
 
     def _trim(self, sequence: Sequence) -> None:
-        count = num_blocks_of(sequence.length)
-        behind = sequence.blocks[count:]
-        del sequence.blocks[count:]
-        self.blocks.release(behind)
+        """Gives back blocks behind its positions."""
+        self._group.trim(sequence.blocks, sequence.length)
+        if self.windows is not None:
+            if not sequence.length:
+                self.windows.empty(sequence)
+            self.windows.group.trim(sequence.windows, sequence.length, sequence.first_held)
+
+    def _leave_forks(self, sequence: Sequence, forks: Forks) -> None:
+        """Gives each fork its tokens: blocks, which the sequence shares then, and the state in its slot.
+
+        The sequence has blocks for all rows of the step, of which it has not committed any. Nothing is
+        copied, as the rows after a fork went on in another slot. Until now that slot was the fork's, and the
+        sequence had the first one. So if a step fails, clearing the sequence and its forks frees each slot
+        once.
+        """
+        states = [sequence.state, *(fork.state for _, fork in forks)]
+        for (num_rows, fork), state in zip(forks, states, strict=False):
+            length = sequence.length + num_rows
+            held = sequence.blocks[: num_blocks_of(length)]
+            self.blocks.share(held)
+            fork.blocks, fork.length, fork.state = held, length, state
+            if self.windows is not None:
+                self.windows.hand(self.windows.held(sequence, length), fork)
+        sequence.state = states[-1]
 
 
-def _last_block(sequence: Sequence) -> list[int]:
-    """The block that has committed positions and room for more, if there is one."""
-    return sequence.blocks[sequence.length // BLOCK_POSITIONS :]
+def _place(state_id: int, first: int, blocks: Listed[int], length: int) -> StatePlace:
+    """Where a state is, with blocks of layers with windows from number `first` on."""
+    numbered = enumerate(blocks, first)
+    sizes = ((block, min(BLOCK_POSITIONS, length - i * BLOCK_POSITIONS)) for i, block in numbered)
+    return StatePlace(state_id, tuple(sizes))
 
 
 def _states_of(state: int | None) -> list[int]:
@@ -445,19 +549,3 @@ def check_path(path: tuple[int, ...], parents: tuple[int, ...]) -> None:
 
 def _row_name(row: int) -> str:
     return "what is committed" if row < 0 else f"row {row}"
-
-
-def _leave_forks(sequence: Sequence, forks: Forks, blocks: BlockPool) -> None:
-    """Gives each fork its tokens: blocks, which the sequence shares then, and the state in its slot.
-
-    The sequence has blocks for all rows of the step, of which it has not committed any. Nothing is copied, as
-    the rows after a fork went on in another slot. Until now that slot was the fork's, and the sequence had
-    the first one. So if a step fails, clearing the sequence and its forks frees each slot once.
-    """
-    states = [sequence.state, *(fork.state for _, fork in forks)]
-    for (num_rows, fork), state in zip(forks, states, strict=False):
-        length = sequence.length + num_rows
-        held = sequence.blocks[: num_blocks_of(length)]
-        blocks.share(held)
-        fork.blocks, fork.length, fork.state = held, length, state
-    sequence.state = states[-1]

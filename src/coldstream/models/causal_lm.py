@@ -28,7 +28,8 @@ from coldstream.kernels.ops import (
     Rows,
     Weight,
 )
-from coldstream.kvcache.cache import AttentionState, DeltaNetState, LayerState, ModelCache
+from coldstream.kvcache.batch import path_in_windows, rows_in_windows
+from coldstream.kvcache.cache import AttentionState, DeltaNetState, LayerState, ModelCache, is_windowed
 from coldstream.layers.attention import AttentionWeights, attention, project_attention
 from coldstream.layers.gated_delta_net import (
     GatedDeltaNetWeights,
@@ -136,12 +137,13 @@ class CausalLM:
         norms = [block.attn_norm for block in self.blocks] + [self.output_norm]
         residual, normed = enter(ops, x, norms[0], eps)
         del x  # or its memory would not be used again
+        of_windows = rows_in_windows(rows) if cache.has_windows else rows
         for layer, (block, state, next_norm) in enumerate(
             zip(self.blocks, cache.layers, norms[1:], strict=True)
         ):
             inputs = self.project(block, normed, angles, state, rows)
             del normed
-            mixed = self.mix(block, inputs, state, rows)
+            mixed = self.mix(block, inputs, state, of_windows if is_windowed(state) else rows)
             routes = isinstance(block.ffn, MoeWeights)
             del inputs
             residual, normed = update(
@@ -158,10 +160,12 @@ class CausalLM:
 
     def commit(self, path: CommittedPath, cache: ModelCache) -> None:
         """Advances keys, values and recurrent states as a chain of the path's rows would have done."""
-        caches, recurrent = [], []
+        caches: list[tuple[Array, ...]] = []
+        of_windows: list[tuple[Array, ...]] = []
+        recurrent: list[RecurrentLayer] = []
         for block, state in zip(self.blocks, cache.layers, strict=True):
             if isinstance(state, AttentionState):
-                caches.append(state.arrays)
+                (of_windows if state.is_windowed else caches).append(state.arrays)
                 continue
             assert isinstance(block.mixer, GatedDeltaNetWeights)
             assert state.kept is not None, "a cache for draft trees keeps their inputs"
@@ -170,6 +174,8 @@ class CausalLM:
             recurrent.append(RecurrentLayer(block.mixer.rule, state.conv_state, state.state, state.kept))
         if caches:
             self.ops.commit_attention(caches, path)
+        if of_windows:
+            self.ops.commit_attention(of_windows, path_in_windows(path))
         if recurrent:
             self.ops.commit_delta_net(recurrent, path)
 

@@ -53,12 +53,14 @@ class FixedPart:
     num_contexts: int = 1  # whole contexts that the caches hold together
     num_sequences: int = 1  # recurrent states in the caches
     num_tree_rows: int = 0  # rows of draft trees in the caches
+    num_window_blocks: int = 0  # of layers with windows in the caches; 0: they keep all positions
+    window_caches: int = 0  # of `caches`, bytes of these blocks
     prompt_cache: int = 0  # kept prefixes of prompts that have no room in the caches, in RAM
     host_tables: int = 0  # an embedding in page-locked RAM, beside this memory and in no sum; 0: in `weights`
     host_ngrams: int = 0  # rows of n-grams in RAM: beside a GPU in no sum either, on a CPU in `weights`
 
     def __post_init__(self) -> None:
-        beside = {"host_tables": self.host_tables, "host_ngrams": self.host_ngrams}
+        beside = {name: getattr(self, name) for name in ("host_tables", "host_ngrams", "window_caches")}
         for name, num_bytes in {**self.parts, **beside}.items():
             if num_bytes < 0:
                 raise ValueError(f"{name} cannot be {num_bytes} bytes")

@@ -28,7 +28,7 @@ from coldstream.placement.run_plan import COUNTS, RunPlan
 from coldstream.placement.sizes import ModelSizes
 
 FORMAT: Final = "coldstream plan"
-VERSION: Final = 14
+VERSION: Final = 15
 MAX_BYTES: Final = 1 << 24
 _NO_USES: Final = "uses are not lists of numbers"
 _AGAIN: Final = "make it again with `coldstream plan --out`"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from coldstream.errors import OutOfMemoryError
-from coldstream.kvcache.cache import kv_token_bytes
+from coldstream.kvcache.cache import least_kv_bytes
 from coldstream.placement.plan import BudgetTooSmallError, PlacementPlan, PlanOptions
 from coldstream.placement.run_plan import RunPlan
 from coldstream.planning.choose import DEFAULT_CACHE_SHARE, TooSmall, choose, place
@@ -62,9 +62,10 @@ def _first_to_try(small: TooSmall, config: EngineConfig, facts: Facts) -> int:
     """The least budget, and room for a default context that is worth having."""
     if not _has_caches(small, config) or config.ctx_size:
         return small.least_bytes
-    spec = facts.model.spec
+    spec = facts.model.spec.with_window(config.attention_window)
     ctx_size = min(_WORTHWHILE_CTX_SIZE, spec.context_length)
-    return small.least_bytes + int(ctx_size * kv_token_bytes(spec, config.cache_type_k) / DEFAULT_CACHE_SHARE)
+    kv_bytes = least_kv_bytes(spec, ctx_size, config.cache_type_k)
+    return small.least_bytes + int(kv_bytes / DEFAULT_CACHE_SHARE)
 
 
 def _tried(

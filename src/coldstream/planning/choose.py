@@ -14,7 +14,7 @@ import numpy as np
 from coldstream.errors import ConfigError, ModelFormatError, OutOfMemoryError
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 from coldstream.kernels.ops import MAX_TREE_ROWS
-from coldstream.kvcache.cache import context_bytes, kv_token_bytes
+from coldstream.kvcache.cache import affordable_context, context_bytes, least_kv_bytes
 from coldstream.models.runner_capacity import DraftMemory
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.hardware import Hardware
@@ -390,15 +390,15 @@ def resolve(
         config = replace(config, spec_type="none")
     _check_drafts(config, spec)
     threads = num_cores if config.threads == "auto" else config.threads
+    windowed, kv_type = spec.with_window(config.attention_window), config.cache_type_k
     try:
-        token_bytes = kv_token_bytes(spec, config.cache_type_k)
+        affordable = affordable_context(windowed, int(free_bytes * DEFAULT_CACHE_SHARE), kv_type)
     except ValueError as error:
         raise ConfigError(f"cache_type_k: {error}") from error
     if config.ctx_size:
-        _check_context(config, token_bytes, spec, free_bytes)
+        _check_context(config, windowed, free_bytes)
         return replace(config, threads=threads)
-    affordable = int(free_bytes * DEFAULT_CACHE_SHARE) // max(1, token_bytes)
-    in_spare = int(max(0, spare_bytes) * SPARE_CACHE_SHARE) // max(1, token_bytes)
+    in_spare = affordable_context(windowed, int(max(0, spare_bytes) * SPARE_CACHE_SHARE), kv_type)
     ctx_size = max(1, min(spec.context_length, max(in_spare, min(DEFAULT_CTX_SIZE, affordable))))
     return replace(config, threads=threads, ctx_size=ctx_size)
 
@@ -412,7 +412,8 @@ def with_contexts(config: EngineConfig, spec: ModelSpec, budget: int) -> EngineC
         return config
     assert config.ctx_size, "the context of a resolved configuration is known"
     affordable = int(budget * PARALLEL_SHARE)
-    each = context_bytes(spec, config.ctx_size, config.cache_type_k)
+    windowed = spec.with_window(config.attention_window)
+    each = context_bytes(windowed, config.ctx_size, config.cache_type_k)
     parallel = MAX_PARALLEL
     while parallel > 1 and parallel * each > affordable:
         parallel //= 2
@@ -447,15 +448,16 @@ def _memory_name(config: EngineConfig) -> str:
     return "GPU's memory" if config.device == "cuda" else "RAM"
 
 
-def _check_context(config: EngineConfig, token_bytes: int, spec: ModelSpec, free: int) -> None:
+def _check_context(config: EngineConfig, spec: ModelSpec, free: int) -> None:
     ctx_size = config.ctx_size or 0
     if ctx_size > spec.context_length:
         raise ConfigError(
             f"ctx_size {ctx_size} is beyond the {spec.context_length} tokens that {spec.context_bound}"
         )
-    need = ctx_size * token_bytes
+    need = least_kv_bytes(spec, ctx_size, config.cache_type_k)
     if need > free:
+        fitting = max(1, affordable_context(spec, free // 2, config.cache_type_k))
         raise OutOfMemoryError(
             f"a context of {ctx_size} tokens needs {need / 2**30:.1f} GiB of the {_memory_name(config)}, "
-            f"{free / 2**30:.1f} GiB are free: try --ctx-size {max(1, free // 2 // token_bytes)}"
+            f"{free / 2**30:.1f} GiB are free: try --ctx-size {fitting}"
         )

@@ -104,7 +104,8 @@ def count_on_gpu(
         ring_bytes = max(sizes.expert_bytes)
         limits = replace(limits, expert_bytes=0, ring_bytes=ring_bytes, is_dense=True)
     count = kept_count if is_kept else count_memory
-    plan = count(file, spec.with_window(shape.attention_window), limits, shape.chunk_size)
+    windowed = spec.with_window(shape.attention_window)
+    plan = count(file, windowed, limits, shape.chunk_size)
     return FixedPart(
         ctx_size=capacity.ctx_size,
         kv_type=capacity.kv_type,
@@ -117,6 +118,8 @@ def count_on_gpu(
         reserve=plan.reserve,
         num_sequences=capacity.cache_size.num_states,
         num_tree_rows=capacity.cache_size.num_tree_rows,
+        num_window_blocks=capacity.cache_size.num_window_blocks,
+        window_caches=capacity.cache_size.window_bytes(windowed, capacity.kv_type),
         host_tables=plan.tables,
         host_ngrams=ngram_bytes(spec, plan.chunk_size),
     )
@@ -130,18 +133,20 @@ def count_in_ram(
     cache_size: None for one that suits the memory.
     """
 
+    windowed = spec.with_window(shape.attention_window)
+
     def part(*, in_slots: bool) -> FixedPart:
         size = cache_size or CacheSize.shared(
-            spec,
+            windowed,
             shape.ctx_size,
             shape.kv_type,
             is_scarce=in_slots,
+            num_rows=CpuRunner.chunk_size,
             num_tree_rows=shape.draft.num_tree_rows,
             num_contexts=shape.num_contexts,
         )
         capacity = RunnerCapacity(shape.ctx_size, shape.kv_type, size, shape.draft)
         tier = disk_tier(file, spec) if in_slots else None
-        windowed = spec.with_window(shape.attention_window)
         fixed = CpuRunner.count_memory(file, windowed, shape.threads, shape.tier, capacity, tier)
         return replace(fixed, num_contexts=shape.num_contexts)
 

@@ -213,7 +213,7 @@ class GpuMemory:
     def _part(self, chunk_size: int, *, is_scarce: bool = True) -> FixedPart:
         if self.counts is None:
             return self._estimate(chunk_size, is_scarce=is_scarce)
-        shape = GpuShape(self._capacity(is_scarce), chunk_size, self.attention_window)
+        shape = GpuShape(self._capacity(chunk_size, is_scarce), chunk_size, self.attention_window)
         found = self.counts.get(shape)
         if found is None:
             raise NotKnownError(shape)
@@ -222,8 +222,8 @@ class GpuMemory:
         return self._with_tables(replace(found, num_contexts=self.num_contexts))
 
     def _estimate(self, chunk_size: int, *, is_scarce: bool = True) -> FixedPart:
-        capacity = self._capacity(is_scarce)
-        part = estimated(self.spec, self.sizes, self.nextn_bytes, capacity, chunk_size)
+        capacity = self._capacity(chunk_size, is_scarce)
+        part = estimated(self._windowed, self.sizes, self.nextn_bytes, capacity, chunk_size)
         return self._with_tables(replace(part, num_contexts=self.num_contexts))
 
     def _with_tables(self, part: FixedPart) -> FixedPart:
@@ -232,12 +232,17 @@ class GpuMemory:
             return part
         return replace(part, weights=part.weights + part.host_tables, host_tables=0)
 
-    def _capacity(self, is_scarce: bool) -> RunnerCapacity:
+    @property
+    def _windowed(self) -> ModelSpec:
+        return self.spec.with_window(self.attention_window)
+
+    def _capacity(self, chunk_size: int, is_scarce: bool) -> RunnerCapacity:
         cache_size = CacheSize.shared(
-            self.spec,
+            self._windowed,
             self.ctx_size,
             self.kv_type,
             is_scarce=is_scarce,
+            num_rows=chunk_size,
             num_tree_rows=self.draft.num_tree_rows,
             num_contexts=self.num_contexts,
         )
@@ -261,7 +266,6 @@ def estimated(
     """About what `count_on_gpu` counts, with the embedding in RAM too."""
     draft, cache_size = capacity.draft, capacity.cache_size
     drafted_bytes = kv_token_bytes(spec.nextn, capacity.kv_type) if draft.has_mtp else 0
-    token_bytes = sizes.kv_token_bytes + drafted_bytes
     # With several residual streams the block reads them of any row of a step.
     has_streams = draft.has_mtp and spec.hyper_connections is not None
     stream_bytes = 4 * chunk_size * spec.nextn_state_size if has_streams else 0
@@ -270,7 +274,8 @@ def estimated(
         kv_type=capacity.kv_type,
         chunk_size=chunk_size,
         weights=sizes.dense_bytes - sizes.table_bytes + (nextn_bytes if draft.has_mtp else 0),
-        caches=cache_size.num_blocks * BLOCK_POSITIONS * token_bytes
+        caches=cache_size.kv_bytes(spec, capacity.kv_type)
+        + cache_size.num_blocks * BLOCK_POSITIONS * drafted_bytes
         + cache_size.num_states * sizes.state_bytes
         + cache_size.num_tree_rows * kept_bytes(spec)
         + DRAFT_VALUE_BYTES["cuda"] * len(draft.aux_layers) * chunk_size * spec.hidden_size
@@ -281,6 +286,8 @@ def estimated(
         reserve=RESERVE_BYTES,
         num_sequences=cache_size.num_states,
         num_tree_rows=cache_size.num_tree_rows,
+        num_window_blocks=cache_size.num_window_blocks,
+        window_caches=cache_size.window_bytes(spec, capacity.kv_type),
         host_tables=sizes.table_bytes,
         host_ngrams=ngram_bytes(spec, chunk_size),
     )

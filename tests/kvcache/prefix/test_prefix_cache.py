@@ -12,7 +12,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from prefix_memory import Memory
+from prefix_memory import KINDS, Memory
 
 from coldstream.errors import InvalidRequestError
 from coldstream.kvcache import CacheSize, Pin, PrefixCache, Sequence
@@ -38,11 +38,11 @@ class Prefixes(RuleBasedStateMachine):
         max_states=st.integers(0, 5),
         num_blocks=st.integers(4, 16),
         num_states=st.integers(1, 7),
-        is_recurrent=st.booleans(),
+        kind=st.sampled_from(KINDS),
     )
-    def open(self, max_states: int, num_blocks: int, num_states: int, is_recurrent: bool) -> None:
-        self.memory = Memory(num_blocks, num_states, is_recurrent=is_recurrent)
-        self.is_recurrent = is_recurrent
+    def open(self, max_states: int, num_blocks: int, num_states: int, kind: str) -> None:
+        self.memory = Memory(num_blocks, num_states, kind)
+        self.kind, self.truncates_anywhere = kind, kind == "none"
         self.cache = PrefixCache(self.memory, max_states=max_states)
         self.max_states = max_states
         self.live: list[tuple[str, list[int], Sequence]] = []
@@ -59,7 +59,7 @@ class Prefixes(RuleBasedStateMachine):
     def extend(self, sequence: Sequence, ids: list[int]) -> bool:
         need = self.memory.need(sequence, len(ids) - sequence.length)
         free = self.memory.free
-        if not self.cache.make_room(need.num_blocks, need.num_states):
+        if not self.cache.make_room(need):
             assert self.memory.free == free
             return False
         self.memory.extend(sequence, ids)
@@ -75,9 +75,12 @@ class Prefixes(RuleBasedStateMachine):
         prefix = self.cache.begin(ids, boundaries, namespace)
         after = self.cache.statistics()
         lengths = [len(each) for each in held]
-        if not self.is_recurrent:
-            lengths += [min(num_common(each, ids), len(ids) - 1) for each in kept]
-        assert prefix.length == prefix.sequence.length == max(lengths, default=0)
+        most = max([min(num_common(each, ids), len(ids) - 1) for each in kept], default=0)
+        if self.truncates_anywhere:
+            lengths.append(most)
+        assert prefix.length == prefix.sequence.length >= max(lengths, default=0)
+        # The end of a longer prefix may reach back as far as the prompt goes with it.
+        assert prefix.length == max(lengths, default=0) or (self.kind == "windows" and prefix.length == most)
         assert after.reused_tokens - before.reused_tokens == prefix.length
         assert after.repeated_tokens - before.repeated_tokens == min(matched, len(ids) - 1) - prefix.length
         assert all(prefix.length < checkpoint < len(ids) for checkpoint in prefix.checkpoints)
@@ -109,7 +112,7 @@ class Prefixes(RuleBasedStateMachine):
         pinned = {id(pin._kept) for _, _, pin in self.pins}
         self.cache.keep(ids, sequence, namespace)
         is_full = len(pinned) >= self.max_states
-        kept = [each if self.is_recurrent else each[: len(ids)] for each in self.kept(namespace)]
+        kept = [each[: len(ids)] if self.truncates_anywhere else each for each in self.kept(namespace)]
         assert ids in kept or is_full
 
     @precondition(lambda self: self.live)
@@ -121,7 +124,7 @@ class Prefixes(RuleBasedStateMachine):
         pinned = [each for owner, each, _ in self.pins if owner == namespace]
         left = [each for each in self.kept(namespace) if each not in pinned]
         assert ids not in left
-        assert self.is_recurrent or not any(each[: len(ids)] == ids for each in left)
+        assert not self.truncates_anywhere or not any(each[: len(ids)] == ids for each in left)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -138,7 +141,7 @@ class Prefixes(RuleBasedStateMachine):
             free.num_blocks + loose_size.num_blocks >= num_blocks
             and free.num_states + loose_size.num_states >= num_states
         )
-        assert self.cache.make_room(num_blocks, num_states) == is_possible
+        assert self.cache.make_room(CacheSize(num_blocks, num_states)) == is_possible
         if is_possible:
             assert self.memory.free.num_blocks >= num_blocks
             assert self.memory.free.num_states >= num_states
@@ -298,7 +301,7 @@ def test_ca04_if_all_is_pinned_nothing_goes_and_nothing_more_is_kept(memory: Mem
     statistics = cache.statistics()
     assert (statistics.kept, statistics.pinned, statistics.refused) == (2, 2, 1)
     free = memory.free
-    assert not cache.make_room(60, 1)
+    assert not cache.make_room(CacheSize(60, 1))
     assert memory.free == free
     cache.unpin(pins[0])
     assert computed(cache, memory, text(2000, 300)) == 0
@@ -332,7 +335,7 @@ def test_what_costs_least_to_compute_again_goes_first(memory: Memory) -> None:
     for start, count in ((0, 2000), (5000, 600), (8000, 250)):
         computed(cache, memory, text(start, count))
     free = memory.free
-    assert cache.make_room(free.num_blocks + 1, 0)
+    assert cache.make_room(CacheSize(free.num_blocks + 1, 0))
     lengths = [
         cache.begin(text(start, count)).length for start, count in ((0, 2000), (5000, 600), (8000, 250))
     ]
@@ -361,7 +364,7 @@ def test_memory_of_a_prefix_in_use_is_not_counted_on(memory: Memory) -> None:
     cache = PrefixCache(memory, max_states=4)
     computed(cache, memory, text(0, 2561))
     running = cache.begin(text(0, 2561)).sequence
-    assert not cache.make_room(60, 0)
+    assert not cache.make_room(CacheSize(60, 0))
     assert cache.begin(text(0, 2561)).length == 2560
     memory.check(running, text(0, 2561))
 
@@ -405,7 +408,7 @@ def test_gaps_of_checkpoints_are_filled_only_as_far_as_states_allow(memory: Memo
 
 
 def test_a_model_without_recurrent_layers_begins_with_any_part_of_what_is_kept() -> None:
-    memory = Memory(60, 20, is_recurrent=False)
+    memory = Memory(60, 20, "none")
     cache = PrefixCache(memory, max_states=8)
     computed(cache, memory, text(0, 7000))
     assert cache.statistics().keeps == 1
@@ -416,7 +419,7 @@ def test_a_model_without_recurrent_layers_begins_with_any_part_of_what_is_kept()
 
 
 def test_what_a_longer_prefix_has_too_goes_at_once_without_recurrent_layers() -> None:
-    memory = Memory(60, 20, is_recurrent=False)
+    memory = Memory(60, 20, "none")
     cache = PrefixCache(memory, max_states=2)
     for ids in (text(0, 2000), text(5000, 50), text(0, 2100)):
         computed(cache, memory, ids)
@@ -429,7 +432,7 @@ def test_what_a_longer_prefix_has_too_goes_at_once_without_recurrent_layers() ->
 
 
 def test_a_sequence_that_is_a_part_of_a_kept_prefix_can_own_its_memory() -> None:
-    memory = Memory(2, 4, is_recurrent=False)
+    memory = Memory(2, 4, "none")
     cache = PrefixCache(memory, max_states=2)
     sequence = memory.new_sequence()
     memory.extend(sequence, text(0, 512))
@@ -437,6 +440,6 @@ def test_a_sequence_that_is_a_part_of_a_kept_prefix_can_own_its_memory() -> None
     memory.release(sequence)
     prefix = cache.begin(text(0, 300) + text(9000, 212))
     assert prefix.length == 300
-    assert not cache.make_room(1, 0)
+    assert not cache.make_room(CacheSize(1, 0))
     cache.forget(text(0, 300))
     assert memory.need(prefix.sequence, 212) == CacheSize(0, 0)

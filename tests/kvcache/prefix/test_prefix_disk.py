@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from prefix_memory import Memory, Source, ids_of
 
 from coldstream.errors import StorageError
-from coldstream.kvcache import PrefixCache
+from coldstream.kvcache import CacheSize, PrefixCache
 from coldstream.kvcache.prefix.disk_tier import PrefixDisk
 from coldstream.kvcache.prefix.file import DamagedFileError, PageContent, encode, parse
 from coldstream.kvcache.prefix.pages import PageKeys, sha256
@@ -243,7 +243,7 @@ def test_ca07_a_disk_that_is_full_ends_the_saving_and_leaves_nothing_behind(
                 cache.keep(ids, prefix.sequence)
                 memory.extend(prefix.sequence, ids)
                 memory.release(prefix.sequence)
-            cache.make_room(20, 8)
+            cache.make_room(CacheSize(20, 8))
         (statistics,) = cache.statistics().tiers
         assert "cannot be written" in statistics.problem
         assert not disk.save("", ids_of(LENGTH), Source(LENGTH))

@@ -99,17 +99,17 @@ def through_cache(
         while sequence.length < checkpoint:
             count = min(checkpoint - sequence.length, chunk)
             need = runner.need_of([Demand(sequence, count)])
-            assert cache.make_room(need.num_blocks, need.num_states)
+            assert cache.make_room(need)
             runner.extend(sequence, ids[sequence.length : sequence.length + count])
         cache.keep(ids, sequence)
     need = runner.need_of([Demand(sequence, len(ids) - sequence.length + NUM_DECODED)])
-    assert cache.make_room(need.num_blocks, need.num_states)
+    assert cache.make_room(need)
     return prefix.length, continued(runner, sequence, ids, with_tree=with_tree)
 
 
 def alone(runner: CpuRunner, cache: PrefixCache, ids: list[int]) -> list[bytes]:
     """What `continued` says of a prompt that nothing is known of."""
-    assert cache.make_room(num_blocks_of(len(ids) + NUM_DECODED), 1)
+    assert cache.make_room(CacheSize(num_blocks_of(len(ids) + NUM_DECODED), 1))
     return continued(runner, runner.new_sequence(), ids)
 
 

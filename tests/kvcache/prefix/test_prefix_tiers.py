@@ -9,7 +9,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from prefix_memory import Memory, Source, ids_of
+from prefix_memory import KINDS, Memory, Source, ids_of
 
 from bench.runners import open_cpu_runner
 from cache_shape import Shape
@@ -43,7 +43,7 @@ def computed(cache: PrefixCache, memory: Memory, ids: list[int], namespace: str 
     memory.check(prefix.sequence, ids)
     for end in (*prefix.checkpoints, len(ids)):
         need = memory.need(prefix.sequence, end - prefix.sequence.length)
-        if not cache.make_room(need.num_blocks, need.num_states):
+        if not cache.make_room(need):
             break
         memory.extend(prefix.sequence, ids[:end])
         if end < len(ids):
@@ -69,15 +69,15 @@ class Tiers(RuleBasedStateMachine):
         max_states=st.integers(1, 4),
         kilobytes=st.tuples(*[st.sampled_from((0, 60, 200, 2000))] * 2),
         which=st.sampled_from(("ram", "disk", "both")),
-        is_recurrent=st.booleans(),
+        kind=st.sampled_from(KINDS),
     )
-    def open(self, max_states: int, kilobytes: tuple[int, int], which: str, is_recurrent: bool) -> None:
+    def open(self, max_states: int, kilobytes: tuple[int, int], which: str, kind: str) -> None:
         self.max_states, self.budgets, self.which = max_states, [1000 * each for each in kilobytes], which
-        self.is_recurrent = is_recurrent
+        self.kind = kind
         self.restart()
 
     def restart(self) -> None:
-        self.memory = Memory(num_blocks=14, num_states=6, is_recurrent=self.is_recurrent)
+        self.memory = Memory(14, 6, self.kind)
         tiers: list[PrefixTier] = []
         if self.which != "disk":
             tiers.append(PrefixRam(self.budgets[0]))
@@ -95,7 +95,7 @@ class Tiers(RuleBasedStateMachine):
 
     @rule(num_blocks=st.integers(0, 14))
     def make_room(self, num_blocks: int) -> None:
-        self.cache.make_room(num_blocks, 1)
+        self.cache.make_room(CacheSize(num_blocks, 1))
 
     @rule(namespace=st.sampled_from((None, "", "other key")))
     def clear(self, namespace: str | None) -> None:
@@ -106,7 +106,7 @@ class Tiers(RuleBasedStateMachine):
     def begin_again(self, is_clean: bool) -> None:
         if is_clean:
             self.cache.close()
-            assert self.memory.free == CacheSize(14, 6)
+            assert self.memory.free == self.memory.size
         else:
             for tier in self.cache._tiers._tiers:
                 tier.close()
@@ -133,7 +133,7 @@ class Tiers(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "cache"):
             self.cache.close()
-            assert self.memory.free == CacheSize(14, 6)
+            assert self.memory.free == self.memory.size
         self.folder.cleanup()
 
 
@@ -249,7 +249,7 @@ def test_what_is_let_go_goes_to_the_fastest_tier_and_idle_moments_serve_the_othe
     disk = PrefixDisk(tmp_path, IDENTITY, 1 << 24)
     cache = PrefixCache(memory, max_states=4, tiers=[PrefixRam(1 << 24), disk])
     computed(cache, memory, text(0, 700))
-    assert cache.make_room(20, 8)
+    assert cache.make_room(CacheSize(20, 8))
     assert [tier.saved for tier in cache.statistics().tiers] == [1, 0]
     computed(cache, memory, text(2000, 700))
     assert cache.save_one()
@@ -299,10 +299,10 @@ def test_without_memory_for_its_bytes_a_prefix_is_just_let_go(
 
     with monkeypatch.context() as patch:
         patch.setattr("coldstream.kvcache.sequence_cache.read_block", run_out)
-        assert cache.make_room(20, 8)
+        assert cache.make_room(CacheSize(20, 8))
     assert cache.statistics().out_of_memory == 1
     assert computed(cache, memory, text(0, 700)) == 0
-    assert cache.make_room(20, 8)
+    assert cache.make_room(CacheSize(20, 8))
     assert computed(cache, memory, text(0, 700)) == 699
 
 
@@ -310,7 +310,7 @@ def test_a_prefix_that_another_is_restored_upon_stays(memory: Memory) -> None:
     """There would be room for the longer one only without it."""
     cache = with_ram(memory)
     computed(cache, memory, text(0, 4000))
-    assert cache.make_room(20, 8)
+    assert cache.make_room(CacheSize(20, 8))
     base, other = memory.new_sequence(), memory.new_sequence()
     memory.extend(base, text(0, 260))
     cache.keep(text(0, 260), base)
@@ -327,7 +327,7 @@ def test_pc03_an_equal_hash_of_other_tokens_is_never_a_hit(memory: Memory) -> No
     cache = PrefixCache(memory, max_states=2, tiers=[ram])
     for start in (0, 2000, 4000, 0, 2000):
         computed(cache, memory, text(start, 700))
-        cache.make_room(20, 8)
+        cache.make_room(CacheSize(20, 8))
     cache.check_integrity()
 
 
@@ -425,7 +425,7 @@ def test_a_prefix_from_a_tier_gives_the_bits_of_a_cold_run(tier: PrefixTier) -> 
             runner.extend(sequence, ids[sequence.length : length])
             cache.keep(ids, sequence)
         runner.release(sequence)
-        assert cache.make_room(12, 4)
+        assert cache.make_room(CacheSize(12, 4))
         for least in (300, 1000):
             prefix = cache.begin(ids[: least + 1])
             assert prefix.length == least
@@ -436,3 +436,18 @@ def test_a_prefix_from_a_tier_gives_the_bits_of_a_cold_run(tier: PrefixTier) -> 
         runner.release(prefix.sequence)
         cache.close()
         assert runner.free == size
+
+
+@pytest.mark.parametrize("kind", ["windows", "none"])
+def test_only_what_is_common_is_shared_with_a_longer_prefix(kind: str) -> None:
+    """What is kept has more tokens than the prompt has in common with it, and a tier has the prompt's own."""
+    memory = Memory(20, 4, kind)
+    cache = PrefixCache(memory, max_states=3, tiers=[PrefixRam(10**8)])
+    common = text(0, 300)
+    first, second = common + text(1000, 500), common + text(2000, 600)
+    computed(cache, memory, second)
+    assert cache.make_room(CacheSize(20, 4))
+    computed(cache, memory, first)
+    assert computed(cache, memory, second + text(5000, 9)) == len(second) - 1
+    cache.close()
+    assert memory.free == memory.size

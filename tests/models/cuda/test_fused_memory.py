@@ -23,10 +23,12 @@ class RowMemory:
     """Rows that there is memory for, as a sequence's cache and a block's rows count them."""
 
     def __init__(self) -> None:
-        self.length, self.rows, self.in_tables = BEFORE, 0, 0
+        self.length, self.rows, self.in_tables, self.num_known = BEFORE, 0, 0, 0
 
     def lengthen(self, *arguments: Any) -> bool:
-        before, self.rows = self.rows, max(self.rows, arguments[-1])
+        """Of a block's rows: how many; of a sequence's: it, how many, and how many of them are known."""
+        num_rows, self.num_known = (arguments[0], 0) if len(arguments) == 1 else arguments[1:]
+        before, self.rows = self.rows, max(self.rows, num_rows)
         return self.rows > before
 
 
@@ -38,14 +40,16 @@ class Device:
         self.held, self.left = 0, left
         self.accepts = 0
         self.results = np.zeros(2, np.int32)
-        nothing = SimpleNamespace(next_on_host=lambda: None, copy=lambda count: None)
         self.memory = SimpleNamespace(
-            staged=nothing, num_blocks=1, results=SimpleNamespace(copy=lambda: self.results.copy())
+            staged=SimpleNamespace(copy=lambda count: None),
+            on_host=lambda: (None, SimpleNamespace(num_table_values=2)),
+            results=SimpleNamespace(copy=lambda: self.results.copy()),
         )
         self.loaded = SimpleNamespace(sequences=self.cache, ops=SimpleNamespace(ngram_reader=None))
         self.block = SimpleNamespace(most_nodes=MOST_NODES)
 
     def launch(self, shape: FusedShape) -> None:
+        assert self.cache.num_known <= self.held, "the device reads what was given back"
         most = min(shape.num_rows, self.left)
         for room in (self.cache, self.block_rows):
             assert room.in_tables >= self.held + most, "the device writes rows that it has no memory for"

@@ -38,10 +38,12 @@ class FusedArrays:
     host writes once for a text, `num_written` in all, then what only the device writes.
     """
 
-    def __init__(self, memory: Any, num_blocks: int) -> None:
-        """num_blocks: of a sequence, at most."""
+    def __init__(self, memory: Any, num_blocks: int, *, has_windows: bool = False) -> None:
+        """num_blocks: of a sequence, at most. has_windows: whether layers with windows have their own."""
         self._memory, self._end = memory, 0
         self.table, self.block_table = self._next(num_blocks), self._next(num_blocks)
+        self.window_table = self._next(num_blocks) if has_windows else None
+        self.num_table_values = self._end
         self.state = self._next(STATE_WORDS)
         self.kept, self.sources = self._next(MAX_FUSED_ROWS), self._next(MAX_FUSED_ROWS)
         self.settings = self._next(MAX_FUSED_ROWS * SETTINGS_WORDS).reshape(MAX_FUSED_ROWS, SETTINGS_WORDS)
@@ -55,11 +57,11 @@ class FusedArrays:
         self.result = self._next(RESULT_WORDS + MAX_FUSED_ROWS)
 
     @staticmethod
-    def num_values(num_blocks: int) -> int:
+    def num_values(num_blocks: int, *, has_windows: bool = False) -> int:
         """int32 values for sequences of up to `num_blocks` blocks."""
         per_row = 2 + SETTINGS_WORDS + 2 * NUM_COLUMNS + 2 + 1
         single = STATE_WORDS + MAX_ENDS + NUM_COLUMNS + 2 + RESULT_WORDS
-        return 2 * num_blocks + per_row * MAX_FUSED_ROWS + single
+        return (2 + has_windows) * num_blocks + per_row * MAX_FUSED_ROWS + single
 
     @property
     def length(self) -> Any:

@@ -3,10 +3,11 @@
 A prompt begins with a fork of the longest kept prefix. The blocks of keys and values are shared, and
 nothing is copied. Every token after it has the bits of a prompt computed from its start.
 
-A recurrent state describes one length only. So the cache chooses checkpoints: lengths of a prompt at which
-`keep` is to be called. They are boundaries that the caller knows, the place where the prompt parts from
-earlier ones, and others between them, so that little is computed twice. A model without recurrent states can
-begin with any part of a kept prefix. Its prompts have one checkpoint, before the last token.
+A recurrent state describes one length only, and layers with windows may keep the end of a sequence alone. So
+the cache chooses checkpoints: lengths of a prompt at which `keep` is to be called. They are boundaries that
+the caller knows, the place where the prompt parts from earlier ones, and others between them, so that little
+is computed twice. A model without either can begin with any part of a kept prefix. Its prompts have one
+checkpoint, before the last token.
 
 Namespaces share nothing. When memory is needed, the prefix is evicted that costs least to compute again. That
 depends on its tokens beyond the nearest kept prefix, and on how often and how recently it was of use. Tiers
@@ -22,7 +23,7 @@ import numpy as np
 
 from coldstream.errors import InvalidRequestError
 from coldstream.kernels.ops import BLOCK_POSITIONS
-from coldstream.kvcache.cache import CacheSize, num_blocks_of
+from coldstream.kvcache.cache import NOTHING, CacheSize
 from coldstream.kvcache.prefix.tiers import CacheAccess, PrefixTier, PrefixTiers, TierStatistics
 from coldstream.kvcache.prefix.tree import Array, Node, PrefixTree
 from coldstream.kvcache.sequence import Sequence
@@ -125,7 +126,7 @@ class PrefixCache:
         self._keeps = self._refused = self._evictions = self._restored = 0
         self._tiers = PrefixTiers(sequences, tiers)
         with sequences.contents() as cache:
-            self._is_recurrent = cache.is_recurrent
+            self._is_recurrent, self._truncates_anywhere = cache.is_recurrent, cache.truncates_anywhere
         # One prompt leaves half of the states to others, unless RAM takes what it evicts.
         share = min(max_states, max(1, max_states // 2))
         self._max_checkpoints = max(share, MAX_CHECKPOINTS) if max_states and self._tiers.is_fast else share
@@ -158,9 +159,9 @@ class PrefixCache:
         checkpoints = choose_checkpoints(
             length,
             len(ids),
-            parting=matched if self._is_recurrent else 0,
-            boundaries=boundaries if self._is_recurrent else (),
-            max_replay=self._max_replay if self._is_recurrent else len(ids),
+            parting=0 if self._truncates_anywhere else matched,
+            boundaries=() if self._truncates_anywhere else boundaries,
+            max_replay=len(ids) if self._truncates_anywhere else self._max_replay,
             limit=self._max_checkpoints,
         )
         return Prefix(sequence, length, checkpoints)
@@ -187,12 +188,12 @@ class PrefixCache:
             return
         ids = _as_array(token_ids[: sequence.length])
         known = self._tree.continuing(namespace, ids)
-        if known and (known[0].node.length == len(ids) or not self._is_recurrent):
+        if known and (known[0].node.length == len(ids) or self._truncates_anywhere):
             self._use(known[0])
             return
         fork = self._memory.fork(sequence)
         try:
-            if not self._is_recurrent:
+            if self._truncates_anywhere:
                 self._remove_parts(namespace, ids)
             if len(self._kept) >= self._max_states and not self._evict_one():
                 self._memory.release(fork)
@@ -204,34 +205,33 @@ class PrefixCache:
         self._enter(namespace, ids, fork)
         self._keeps += 1
 
-    def make_room(self, num_blocks: int, num_states: int) -> bool:
-        """Evicts prefixes until so many blocks and states are free.
+    def make_room(self, need: CacheSize) -> bool:
+        """Evicts prefixes until so many blocks and states are free; `need` has no rows of trees.
 
         False, with nothing changed, if sequences in use and pins have too much of the memory.
         """
         free = self._memory.free
         loose = [kept for kept in self._kept if not kept.num_pins]
-        if not _covers(free, num_blocks, num_states):
+        if not free.covers(need):
             all_loose = self._memory.freed_by([kept.sequence for kept in loose])
-            most = CacheSize(free.num_blocks + all_loose.num_blocks, free.num_states + all_loose.num_states)
-            if not _covers(most, num_blocks, num_states):
+            if not free.with_more(all_loose).covers(need):
                 return False
-        while not _covers(free := self._memory.free, num_blocks, num_states):
-            if not self._evict_one(free.num_blocks < num_blocks, free.num_states < num_states):
+        while not (free := self._memory.free).covers(need):
+            if not self._evict_one(free, need):
                 return False
         return True
 
     def forget(self, token_ids: TokenIds[int], namespace: str = "") -> None:
         """Evicts the kept prefix of exactly these tokens, unless it is pinned.
 
-        Without recurrent states, also a kept prefix that begins with them. So a sequence that began with the
-        prefix owns its memory alone, and can go on where there is no other. Tiers take the prefix, as of any
-        eviction.
+        Where sequences are truncated anywhere, also a kept prefix that begins with them. So a sequence that
+        began with the prefix owns its memory alone, and can go on where there is no other. Tiers take the
+        prefix, as of any eviction.
         """
         ids = _as_array(token_ids)
         for kept in self._tree.continuing(namespace, ids):
             is_same = kept.node.length == len(ids)
-            if (is_same or not self._is_recurrent) and not kept.num_pins:
+            if (is_same or self._truncates_anywhere) and not kept.num_pins:
                 self._evict(kept)
 
     def pin(self, token_ids: TokenIds[int], namespace: str = "") -> Pin | None:
@@ -325,9 +325,17 @@ class PrefixCache:
         length = held.node.length if held else 0
         if not self._is_recurrent:
             longer, common = self._tree.nearest(namespace, ids)
-            if longer is not None and min(common, len(ids) - 1) > length:
-                held, length = longer, min(common, len(ids) - 1)
+            common = min(common, len(ids) - 1)
+            if longer is not None and common > length and self._least(longer) <= common:
+                held, length = longer, common
         return held, length
+
+    def _least(self, kept: Kept) -> int:
+        """The least part of a kept prefix that a sequence can begin with, if no layer is recurrent."""
+        if self._truncates_anywhere:
+            return 0
+        with self._memory.contents() as cache:
+            return cache.least_length(kept.sequence)
 
     def _use(self, kept: Kept) -> None:
         kept.uses = self._uses(kept) + 1
@@ -342,15 +350,14 @@ class PrefixCache:
         ancestor = _ancestor(kept)
         return self._uses(kept) * (kept.node.length - (ancestor.node.length if ancestor else 0))
 
-    def _evict_one(self, needs_blocks: bool = False, needs_states: bool = False) -> bool:
+    def _evict_one(self, free: CacheSize = NOTHING, need: CacheSize = NOTHING) -> bool:
         """Evicts the least valuable prefix without a pin, preferably one that frees what is needed."""
         loose = sorted((kept for kept in self._kept if not kept.num_pins), key=self._worth)
         if not loose:
             return False
 
         def helps(kept: Kept) -> bool:
-            freed = self._memory.freed_by([kept.sequence])
-            return bool(needs_blocks and freed.num_blocks) or bool(needs_states and freed.num_states)
+            return self._memory.freed_by([kept.sequence]).helps(free, need)
 
         victim = next((kept for kept in loose if helps(kept)), loose[0])
         self._evict(victim)
@@ -379,12 +386,14 @@ class PrefixCache:
         if held:
             held.num_pins += 1
         try:
-            is_room = self.make_room(num_blocks_of(length) - start // BLOCK_POSITIONS, 1)
+            with self._memory.contents() as cache:
+                need = cache.need_of_written(length, start // BLOCK_POSITIONS)
+            is_room = self.make_room(need)
             if not is_room or (len(self._kept) >= self._max_states and not self._evict_one()):
                 return None
             # The eviction that made room may have pushed the prefix out of its tier.
             base = held.sequence if held else None
-            sequence = self._tiers.restored(namespace, ids, start + BLOCK_POSITIONS, base)
+            sequence = self._tiers.restored(namespace, ids, start, base)
         finally:
             if held:
                 held.num_pins -= 1
@@ -428,10 +437,6 @@ def _as_array(token_ids: TokenIds[int]) -> Array:
     if not len(token_ids):
         raise InvalidRequestError("a prompt without tokens has nothing to begin with: give at least one")
     return np.asarray(token_ids, np.int32)
-
-
-def _covers(size: CacheSize, num_blocks: int, num_states: int) -> bool:
-    return size.num_blocks >= num_blocks and size.num_states >= num_states
 
 
 def choose_checkpoints(

@@ -99,7 +99,7 @@ class PrefixDisk:
                 self._damaged += 1
                 self._remove(each.file)
                 return None
-            if page.content:
+            if len(each.place.page.tokens):
                 blocks.append(page.content)
             state = page.state
         self._touch(each.file for each in found.places)

@@ -46,7 +46,10 @@ class DamagedFileError(ValueError):
 
 @dataclass(frozen=True)
 class PageContent:
-    """A page with its bytes. Only the end of a prefix has bytes of a state."""
+    """A page with its bytes. Only the end of a prefix has bytes of a state.
+
+    Where all layers that attend have windows, these have the bytes of all positions, and a block has none.
+    """
 
     page: Page
     content: Content
@@ -136,7 +139,7 @@ def _places(header: bytes, root: bytes, num_pages: int, offset: int) -> list[Pag
         at += _PAGE.size
         if is_end > 1 or num_tokens > BLOCK_POSITIONS or len(header) - at < 4 * num_tokens:
             raise DamagedFileError("a page has more tokens than a block or the header")
-        if (num_tokens == BLOCK_POSITIONS) == bool(is_end) or bool(content_bytes) != bool(num_tokens):
+        if (num_tokens == BLOCK_POSITIONS) == bool(is_end) or (content_bytes and not num_tokens):
             raise DamagedFileError("a page is neither a whole block nor an end")
         tokens = np.frombuffer(header, "<i4", num_tokens, at).astype(np.int32)
         at += 4 * num_tokens

@@ -34,7 +34,7 @@ class PrefixRam:
             return None
         self._touch([page for page, _, _ in found.places])
         self._loaded += 1
-        blocks = [content for _, content, _ in found.places[first_block:] if content]
+        blocks = [content for page, content, _ in found.places[first_block:] if len(page.tokens)]
         return SavedPrefix(found.length, blocks, found.places[-1][2])
 
     def save(self, namespace: str, ids: Array, source: PrefixSource) -> bool:

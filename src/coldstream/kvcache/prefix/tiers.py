@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from coldstream.kernels.ops import BLOCK_POSITIONS
-from coldstream.kvcache.cache_bytes import Content, block_bytes, state_bytes_of
+from coldstream.kvcache.cache_bytes import Content, block_bytes
 from coldstream.kvcache.prefix.pages import Array, Page
 from coldstream.kvcache.sequence import Sequence
 from coldstream.kvcache.sequence_cache import SequenceCache
@@ -96,7 +96,7 @@ class _Source:
     def __init__(self, cache: SequenceCache, sequence: Sequence) -> None:
         self._cache, self._sequence = cache, sequence
         self.position_bytes = block_bytes(cache.tensors, 1)
-        self.state_bytes = state_bytes_of(cache.tensors)
+        self.state_bytes = cache.state_bytes(sequence.length)
 
     def read_block(self, index: int) -> Content:
         return self._cache.read_block(self._sequence, index)
@@ -119,14 +119,16 @@ class PrefixTiers:
         """Tokens of the longest prefix of `ids` that a tier has, at most `limit`; 0 for none."""
         return max((tier.longest(namespace, ids, limit) for tier in self._tiers), default=0)
 
-    def restored(self, namespace: str, ids: Array, least: int, base: Sequence | None) -> Sequence | None:
-        """A sequence with the longest prefix of all but the last of `ids`, if it has `least` tokens or more.
+    def restored(self, namespace: str, ids: Array, start: int, base: Sequence | None) -> Sequence | None:
+        """A sequence with the longest prefix of all but the last of `ids`, at least a block beyond `start`.
 
-        base: a sequence with fewer tokens, all of the prefix, whose whole blocks it shares. There has to be
-        room. None if all that tiers have turns out to be damaged or too short. Raises DeviceError.
+        base: a sequence that begins with `start` tokens of the prefix, and whose whole blocks of them it
+        shares. There has to be room. None if all that tiers have turns out to be damaged or too short. Raises
+        DeviceError.
         """
         limit = len(ids) - 1
-        first_block = base.length // BLOCK_POSITIONS if base else 0
+        first_block = start // BLOCK_POSITIONS if base else 0
+        least = start + BLOCK_POSITIONS
         order = sorted(self._tiers, key=lambda tier: -tier.longest(namespace, ids, limit))  # stable
         for tier in order:
             if tier.longest(namespace, ids, limit) < least:

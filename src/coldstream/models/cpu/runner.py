@@ -63,14 +63,16 @@ class CpuRunner(ModelRunner):
         self._model = CausalLM.load(file, spec, ops)
         # With slots, the cache takes memory from experts; without, memory is used only once it is written.
         self.cache_size = cache_size or CacheSize.shared(
-            spec, context_length, kv_type, is_scarce=disk is not None
+            spec, context_length, kv_type, is_scarce=disk is not None, num_rows=self.chunk_size
         )
-        self._sequences = SequenceCache(spec, ops, self.cache_size, kv_type)
+        self._sequences = SequenceCache(spec, ops, self.cache_size, kv_type, self.chunk_size)
         caches, num_blocks = self._sequences.tensors, num_blocks_of(context_length)
         self._limits = BatchLimits(spec.vocab_size, context_length, self.chunk_size, self.chunk_size)
-        size = BatchSize(self.chunk_size, self.chunk_size, num_blocks)
+        has_windows = caches.has_windows
+        size = BatchSize(self.chunk_size, self.chunk_size, num_blocks, has_windows)
         self._inputs = inputs = BatchArrays(ops.zeros((size.num_values,), "int32"), size)
-        self._path = PathArrays(ops.zeros((PathArrays.num_values(num_blocks),), "int32"), num_blocks)
+        num_values = PathArrays.num_values(num_blocks, has_windows=has_windows)
+        self._path = PathArrays(ops.zeros((num_values,), "int32"), num_blocks, has_windows=has_windows)
         self._streams: dict[int, Array] = {}  # residual streams [chunk_size, E] by layer
 
         # With several streams the MTP block reads those before the last mixture.
@@ -183,6 +185,8 @@ class CpuRunner(ModelRunner):
             workspace=unread.activation_bytes,
             num_sequences=unread.cache_size.num_states,
             num_tree_rows=unread.cache_size.num_tree_rows,
+            num_window_blocks=unread.cache_size.num_window_blocks,
+            window_caches=unread.cache_size.window_bytes(unread.spec, capacity.kv_type),
             drafter=drafter,
             host_ngrams=host_ngrams,
         )

@@ -148,7 +148,7 @@ class CudaFusedSteps:
         kernels.write_model_rows()
         columns = arrays.model_columns[: NUM_COLUMNS * num_rows].reshape(NUM_COLUMNS, num_rows)
         step = StepShape(num_rows, has_trees=True, is_deep=shape.is_deep)
-        logits = loaded.logits_after(*shaped_rows(columns, arrays.table, step))
+        logits = loaded.logits_after(*shaped_rows(columns, arrays.table, step, arrays.window_table))
         chosen = arrays.chosen[:num_rows]
         loaded.sampler.choose(logits, arrays.settings[:num_rows], chosen, draws=shape.draws)
         kernels.accept_rows()
@@ -160,9 +160,12 @@ class CudaFusedSteps:
         self.block.draft(kernels, self.memory.arrays, shape)
 
 
-def shaped_rows(columns: DeviceArray, table: DeviceArray, step: StepShape) -> tuple[DeviceArray, Rows]:
+def shaped_rows(
+    columns: DeviceArray, table: DeviceArray, step: StepShape, window_table: DeviceArray | None = None
+) -> tuple[DeviceArray, Rows]:
     """The rows of a step of this shape, and their tokens; see `kvcache.batch.rows_of`."""
-    token_ids, rows = rows_of(columns, table.reshape(1, -1))
+    windows = None if window_table is None else window_table.reshape(1, -1)
+    token_ids, rows = rows_of(columns, table.reshape(1, -1), windows)
     assert rows.batch is not None
     batch = replace(
         rows.batch,
@@ -204,12 +207,13 @@ class CudaFusedRun:
         assert len(self._in_flight) < NUM_AHEAD, "a result would be overwritten before it was read"
         num_rows = min(1 + num_nodes, self._most_rows)
         num_more = min(num_rows + sum(rows for rows, _, _ in self._in_flight), self._left)
-        is_longer = self._cache.lengthen(self._sequence, self._num_held + num_more)
+        is_longer = self._cache.lengthen(self._sequence, self._num_held + num_more, self._num_held)
         with device_errors():
             is_longer |= self._block_rows.lengthen(self._num_held + num_more)
             if is_longer:
-                self._write_tables(self._steps.memory.staged.next_on_host())
-                self._steps.memory.staged.copy(2 * self._steps.memory.num_blocks)
+                arrays = self._steps.memory.on_host()[1]
+                self._write_tables(arrays)
+                self._steps.memory.staged.copy(arrays.num_table_values)
             end = max(self._first, self._block_first) + self._num_held + num_more
             draws = self._text.settings.temperature != 0
             self._steps.launch(FusedShape(num_rows, end > SHORT_CONTEXT, draws))
@@ -265,9 +269,8 @@ class CudaFusedRun:
         """Queues what the first fused step reads."""
         path = self._cache.accept(self._sequence, range(self._most_rows))
         memory, text = self._steps.memory, self._text
-        host = memory.staged.next_on_host()
-        arrays = FusedArrays(host, memory.num_blocks)
-        self._write_tables(host)
+        host, arrays = memory.on_host()
+        self._write_tables(arrays)
         state = FusedState(self._first, self._block_first, self._left, text.root)
         arrays.write_state(state, path.state, self._block_rows.state_id, len(text.end_ids))
         arrays.kept[: self._most_rows] = path.kept
@@ -277,7 +280,8 @@ class CudaFusedRun:
         arrays.ends[: len(text.end_ids)] = list(text.end_ids)
         memory.staged.copy(arrays.num_written)
 
-    def _write_tables(self, host: Any) -> None:
-        arrays = FusedArrays(host, self._steps.memory.num_blocks)
+    def _write_tables(self, arrays: FusedArrays) -> None:
         arrays.table[: len(self._sequence.blocks)] = self._sequence.blocks
+        if arrays.window_table is not None:
+            arrays.window_table[: len(self._sequence.windows)] = self._sequence.windows
         self._block_rows.write_table(arrays.block_table)

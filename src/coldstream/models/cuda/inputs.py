@@ -1,7 +1,7 @@
 """What a step of a GPU's runner reads, in memory that captured graphs know."""
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.staged import ReadBack, StagedMemory, StagedRing
@@ -40,16 +40,17 @@ class Inputs:
 
     memory: StagedRing
     num_blocks: int  # of a sequence, at most
+    has_windows: bool  # whether layers with windows have blocks of their own
 
     @classmethod
-    def into(cls, ops: Ops, num_rows: int, context_length: int) -> Self:
+    def into(cls, ops: Ops, num_rows: int, context_length: int, *, has_windows: bool = False) -> Self:
         """For steps of up to `num_rows` rows."""
         num_blocks = num_blocks_of(context_length)
-        size = BatchSize(num_rows, min(num_rows, MAX_SEGMENTS), num_blocks)
-        return cls(StagedRing(ops.zeros((size.num_values,), "int32")), num_blocks)
+        size = BatchSize(num_rows, min(num_rows, MAX_SEGMENTS), num_blocks, has_windows)
+        return cls(StagedRing(ops.zeros((size.num_values,), "int32")), num_blocks, has_windows)
 
     def _size(self, num_rows: int) -> BatchSize:
-        return BatchSize(num_rows, min(num_rows, MAX_SEGMENTS), self.num_blocks)
+        return BatchSize(num_rows, min(num_rows, MAX_SEGMENTS), self.num_blocks, self.has_windows)
 
     def on_host(self, num_rows: int) -> BatchArrays:
         """Inputs of the next step of `num_rows` rows, to be written before `copy`."""
@@ -86,22 +87,27 @@ class Commits:
 
     memory: StagedMemory
     num_blocks: int
+    has_windows: bool  # whether layers with windows have blocks of their own
 
     @classmethod
-    def into(cls, ops: Ops, context_length: int) -> Self:
+    def into(cls, ops: Ops, context_length: int, *, has_windows: bool) -> Self:
         """For sequences of up to `context_length` positions."""
         num_blocks = num_blocks_of(context_length)
-        return cls(StagedMemory(ops.zeros((PathArrays.num_values(num_blocks),), "int32")), num_blocks)
+        num_values = PathArrays.num_values(num_blocks, has_windows=has_windows)
+        return cls(StagedMemory(ops.zeros((num_values,), "int32")), num_blocks, has_windows)
 
     @property
     def on_host(self) -> PathArrays:
         """To be written when the last step has ended."""
-        return PathArrays(self.memory.on_host, self.num_blocks)
+        return self._arrays(self.memory.on_host)
 
     def take(self) -> CommittedPath:
         """Queues the copy of `on_host`; the path on the device."""
-        self.memory.copy(PathArrays.num_values(self.num_blocks))
-        return PathArrays(self.memory.values, self.num_blocks).path
+        self.memory.copy(PathArrays.num_values(self.num_blocks, has_windows=self.has_windows))
+        return self._arrays(self.memory.values).path
+
+    def _arrays(self, memory: Any) -> PathArrays:
+        return PathArrays(memory, self.num_blocks, has_windows=self.has_windows)
 
 
 @dataclass(frozen=True)
@@ -112,18 +118,25 @@ class FusedMemory:
     arrays: FusedArrays  # on the device
     results: ReadBack
     num_blocks: int  # of a sequence, at most
+    has_windows: bool  # whether layers with windows have blocks of their own
 
     @classmethod
-    def into(cls, ops: Ops, context_length: int) -> Self:
+    def into(cls, ops: Ops, context_length: int, *, has_windows: bool) -> Self:
         """For sequences of up to `context_length` positions."""
         num_blocks = num_blocks_of(context_length)
-        staged = StagedRing(ops.zeros((FusedArrays.num_values(num_blocks),), "int32"))
-        arrays = FusedArrays(staged.values, num_blocks)
-        return cls(staged, arrays, ReadBack(arrays.result), num_blocks)
+        num_values = FusedArrays.num_values(num_blocks, has_windows=has_windows)
+        staged = StagedRing(ops.zeros((num_values,), "int32"))
+        arrays = FusedArrays(staged.values, num_blocks, has_windows=has_windows)
+        return cls(staged, arrays, ReadBack(arrays.result), num_blocks, has_windows)
+
+    def on_host(self) -> tuple[Any, FusedArrays]:
+        """The host's memory of the next copy, and what it has in it."""
+        host = self.staged.next_on_host()
+        return host, FusedArrays(host, self.num_blocks, has_windows=self.has_windows)
 
     @property
     def path(self) -> CommittedPath:
         """What a fused step keeps: its first rows, as many as agree."""
         arrays = self.arrays
         one = (arrays.state_id, arrays.count, arrays.first)
-        return CommittedPath(*one, arrays.sources, arrays.kept, arrays.table)
+        return CommittedPath(*one, arrays.sources, arrays.kept, arrays.table, arrays.window_table)

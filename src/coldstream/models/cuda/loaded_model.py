@@ -22,7 +22,8 @@ from coldstream.kernels.experts.executor import ExecutorFactory, ModelExecutor, 
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.ops import FfnWeights, Rows
-from coldstream.kvcache.cache import ModelCache
+from coldstream.kvcache.batch import rows_in_windows
+from coldstream.kvcache.cache import ModelCache, is_windowed
 from coldstream.kvcache.sequence_cache import SequenceCache
 from coldstream.layers.moe import MoeWeights
 from coldstream.models.causal_lm import CausalLM, ignore_layer
@@ -86,9 +87,10 @@ class Loaded:
             ops.model_executor.number_layers(dense)
         mtp_weights = MtpModel.load(file, model, ops) if limits.has_mtp else None
         weight_bytes = memory.persistent_bytes
-        sequences = SequenceCache(spec, ops, limits.cache_size, limits.kv_type)
-        inputs = Inputs.into(ops, rows, limits.context_length)
-        commits = Commits.into(ops, limits.context_length)
+        sequences = SequenceCache(spec, ops, limits.cache_size, limits.kv_type, chunk_size)
+        has_windows = sequences.tensors.has_windows
+        inputs = Inputs.into(ops, rows, limits.context_length, has_windows=has_windows)
+        commits = Commits.into(ops, limits.context_length, has_windows=has_windows)
         hidden = ops.activations(min(rows, MAX_GRAPH_ROWS), spec.hidden_size, persistent=True)
         features = (
             Features.into(memory, limits.aux_layers, rows, spec.hidden_size) if limits.aux_layers else None
@@ -96,10 +98,9 @@ class Loaded:
         sampler = Sampler(ops.zeros, limits.most_chosen, limits.context_length)
         mtp = fused = None
         if mtp_weights is not None:
-            caches = (limits.cache_size, limits.context_length, limits.kv_type)
-            mtp = LoadedMtp.into(ops, mtp_weights, *caches, rows)
+            mtp = LoadedMtp.into(ops, mtp_weights, limits.cache_size, sizes[0], limits.kv_type, rows)
         if (mtp or features) and limits.has_trees and limits.expert_bytes is None:
-            fused = FusedMemory.into(ops, limits.context_length)
+            fused = FusedMemory.into(ops, limits.context_length, has_windows=has_windows)
         return cls(
             memory=memory,
             ops=ops,
@@ -150,7 +151,7 @@ class Loaded:
         angles = self.model.angles(rows)
         for block, state in zip(self.model.blocks, self.states.layers, strict=True):
             inputs = self.model.project(block, x, angles, state, rows)
-            self.model.mix(block, inputs, state, rows)
+            self.model.mix(block, inputs, state, rows_in_windows(rows) if is_windowed(state) else rows)
 
     def _forward(self, token_ids: DeviceArray, rows: Rows) -> Activations:
         self.ops.start_step(rows)

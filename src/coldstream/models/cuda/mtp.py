@@ -224,7 +224,7 @@ class MtpFusedRows:
 
     def lengthen(self, num_rows: int) -> bool:
         """See `FusedRows`."""
-        return self._cache.lengthen(self._rows, num_rows)
+        return self._cache.lengthen(self._rows, num_rows, 0)
 
     def write_table(self, table: Any) -> None:
         """See `FusedRows`."""

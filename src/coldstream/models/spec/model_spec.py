@@ -166,6 +166,14 @@ class ModelSpec:
         return tuple((each.num_kv_heads, each.head_dim) for each in self.attentions)
 
     @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """Of each layer that attends: the positions of which it needs keys and values; None: all.
+
+        An indexer reads keys of its own of all positions, so that such layers need all.
+        """
+        return tuple(None if self.index_dim else each.window for each in self.attentions)
+
+    @property
     def nextn(self) -> Self:
         """The MTP blocks as a model of their own, whose rows attend to all positions."""
         return replace(self, layers=tuple(map(_seeing_all, self.nextn_layers)), nextn_layers=())
