@@ -383,3 +383,15 @@ def test_a_dense_model_that_does_not_fit_a_gpu_says_who_computes_its_layers(
     found = re.search(rf"of the 3 missing networks \d+ CPU threads compute {by_cpu}", notes)
     assert found, notes
     assert int(found[1]) <= 3
+
+
+@pytest.mark.usefixtures("model")
+def test_keys_and_values_of_windows_are_a_part_of_the_caches(run: Run, tmp_path: Path) -> None:
+    (path,) = write_gguf(tmp_path / "windows.gguf", "gpt-oss", dims=Dims(context=32_768))
+    for ctx_size, has_row in ((512, False), (32_768, True)):
+        arguments = ("plan", str(path), "--vram", "600M", "-c", str(ctx_size))
+        fixed = json.loads(run(*arguments, "--json")[1])["plan"]["fixed"]
+        row = rf"\n *of that .*B for layers with windows, in {fixed['num_window_blocks']} blocks *\n"
+        assert bool(re.search(row, run(*arguments)[1])) == has_row
+        assert (fixed["num_window_blocks"] > 0) == (fixed["window_caches"] > 0) == has_row
+        assert fixed["window_caches"] < fixed["caches"]

@@ -166,7 +166,11 @@ class CacheSize:
 
     def covers(self, need: Self) -> bool:
         """Whether so many blocks and states are there."""
-        return all(here >= asked for here, asked in zip(self._of_sequences, need._of_sequences, strict=True))
+        return (
+            self.num_blocks >= need.num_blocks
+            and self.num_states >= need.num_states
+            and self.num_window_blocks >= need.num_window_blocks
+        )
 
     def helps(self, free: Self, need: Self) -> bool:
         """Whether there is anything of what `free` lacks of `need`."""
