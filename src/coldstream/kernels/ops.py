@@ -81,8 +81,7 @@ class BatchRows:
     has_prompts: bool = True
     has_several: bool = True
     is_deep: bool = True
-    # As `tables`, of layers with windows that have blocks of their own. Entries that no row reads may be any.
-    window_tables: Array = None
+    window_tables: Array = None  # as `tables`, of layers with windows that have blocks of their own
 
 
 @dataclass(frozen=True)
