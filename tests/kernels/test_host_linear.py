@@ -167,6 +167,10 @@ def test_warps_share_no_passes_of_larger_matrices_or_other_types() -> None:
     ):
         assert layout_for(LIMITS, [(kind, rows, cols)], 1).walk is Walk.ONE
     assert layout_for(LIMITS, [(QuantType.Q4_K, most, 4096)], 1).walk is Walk.WIDE
+    little = DeviceLimits(
+        132, 67 << 10, 67 << 10
+    )  # of shared memory, in which a block finds no room for terms
+    assert layout_for(little, [(QuantType.Q6_K, 324, 10240)], 1).walk is Walk.ONE
 
 
 @pytest.mark.parametrize("cols", [512, 2048, 2304])

@@ -227,7 +227,9 @@ def _layout(limits: DeviceLimits, weights: Sequence[Weight], part_rows: int, wal
     row_bytes = -(-weights[0][2] // GROUP_SIZE) * group_bytes
     if walk is Walk.ONE:
         if is_wide(limits, types, shapes):
-            return _wide_layout(limits, types, shapes, row_bytes)
+            wide = _wide_layout(limits, types, shapes, row_bytes)
+            if wide is not None:
+                return wide
         stage_bytes = max(stage_bytes, value_bytes)
         others = grid_bytes(types, GRID_ROOM) + row_bytes + SLACK_BYTES
         plan = plan_ring(limits, WARPS * stage_bytes, others, most)
