@@ -100,7 +100,8 @@ def test_a_resolved_context_is_never_beyond_model_or_memory(
 
 
 def test_an_impossible_context_says_what_is_possible(spec: ModelSpec) -> None:
-    with pytest.raises(ConfigError, match="65537 is beyond the 65536 tokens"):
+    longest = r"65537 is beyond the 65536 tokens .*: give at most --ctx-size 65536"
+    with pytest.raises(ConfigError, match=longest):
         resolve(EngineConfig("m.gguf", ctx_size=65537), spec, CORES, FREE)
     with pytest.raises(
         OutOfMemoryError, match=r"needs .* GiB of the RAM, .* GiB are free: try --ctx-size \d+"

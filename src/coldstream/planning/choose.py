@@ -452,7 +452,8 @@ def _check_context(config: EngineConfig, spec: ModelSpec, free: int) -> None:
     ctx_size = config.ctx_size or 0
     if ctx_size > spec.context_length:
         raise ConfigError(
-            f"ctx_size {ctx_size} is beyond the {spec.context_length} tokens that {spec.context_bound}"
+            f"ctx_size {ctx_size} is beyond the {spec.context_length} tokens that {spec.context_bound}: "
+            f"give at most --ctx-size {spec.context_length}"
         )
     need = least_kv_bytes(spec, ctx_size, config.cache_type_k)
     if need > free:
