@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from coldstream.placement import hit_rates
-from coldstream.placement.hit_rates import PUBLISHED, HitCurve, expected_hit_rates
+from coldstream.placement.hit_rates import PUBLISHED, HitCurve, expected_hit_rates, novelty_of
 from coldstream.placement.policies import DecayedFrequency, simulate
+from coldstream.placement.prompt_cost import expected_touched
 from coldstream.placement.routing_trace import RoutedModel, RoutingTrace
+from coldstream.placement.sizes import NOVELTY
 
 MODEL = RoutedModel("ac98d166eabcd4c77c6349aa95570033", num_layers=3, num_experts=40, num_experts_per_tok=4)
 
@@ -78,3 +80,24 @@ def test_a_curve_rises_though_a_replay_with_more_slots_hit_less(monkeypatch: pyt
     monkeypatch.setattr(hit_rates, "simulate", lambda *of: SimpleNamespace(hit_rate=next(found)))
     curve = HitCurve.from_trace(skewed_trace(8))
     assert curve.hit_rates == (0.0, 0.1, 0.5, 0.5, 0.5, 0.6, 0.6, 0.8, 0.8, 1.0)
+
+
+@pytest.mark.parametrize("repeated", [1, 4])
+def test_how_alike_tokens_choose_is_what_stretches_of_a_trace_touch(repeated: int) -> None:
+    """Tokens that each come several times touch as many experts as fewer tokens would by themselves."""
+    model, generator = RoutedModel("f", 2, 64, 4), np.random.default_rng(5)
+    chosen = [[generator.permutation(64)[:4] for _ in range(2)] for _ in range(1024 // repeated)]
+    trace = RoutingTrace(model, np.repeat(np.array(chosen, np.uint16), repeated, axis=0))
+    novelty, count = novelty_of(trace), 256
+    assert count**novelty == pytest.approx(count / repeated, rel=0.25)
+    rows = count * trace.counts() / trace.num_steps
+    touched = [len({*layer.ravel()}) for layer in np.moveaxis(trace.topk_ids[:count], 1, 0)]
+    assert expected_touched(rows, count, novelty).sum() == pytest.approx(sum(touched), rel=0.05)
+
+
+def test_a_short_trace_does_not_say_how_alike_tokens_choose() -> None:
+    model = RoutedModel("f", 1, 8, 2)
+    assert (
+        novelty_of(RoutingTrace(model, np.zeros((63, 1, 2), np.uint16) + np.array([0, 1], np.uint16)))
+        == NOVELTY
+    )

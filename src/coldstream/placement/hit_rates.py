@@ -13,9 +13,13 @@ import numpy as np
 
 from coldstream.placement.policies import DecayedFrequency, simulate
 from coldstream.placement.routing_trace import RoutingTrace
+from coldstream.placement.sizes import NOVELTY
 
 Array = np.ndarray[Any, Any]
 
+_MOST_TOGETHER, _LEAST_TOGETHER = 512, 16  # tokens of a stretch
+_LEAST_STRETCHES: Final = 4
+_HALVINGS: Final = 30
 _MAX_STEPS: Final = 2000  # of a trace that are replayed; a hundred settle the policy
 _SHARES: Final = (0.03, 0.06, 0.12, 0.19, 0.25, 0.38, 0.5, 0.75)
 
@@ -54,6 +58,26 @@ class HitCurve:
         rising = np.maximum.accumulate(rates).tolist()
         source = f"replay of the last {end.num_steps} tokens of a trace"
         return cls((0.0, *_SHARES, 1.0), (0.0, *rising, 1.0), source)
+
+
+def novelty_of(trace: RoutingTrace) -> float:
+    """The `ModelSizes.novelty` of a trace, by the experts that stretches of it touch.
+
+    NOVELTY where it has too few tokens.
+    """
+    count = min(_MOST_TOGETHER, trace.num_steps // _LEAST_STRETCHES)
+    if count < _LEAST_TOGETHER:
+        return NOVELTY
+    model, stretches = trace.model, range(0, trace.num_steps - count + 1, count)
+    layers = np.arange(model.num_layers)[:, None] * model.num_experts
+    touched = [np.unique(trace.topk_ids[start : start + count] + layers).size for start in stretches]
+    odds = np.minimum(trace.counts() / trace.num_steps, 1.0 - 1e-12)
+    least, most = 0.0, 1.0
+    for _ in range(_HALVINGS):
+        novelty = (least + most) / 2
+        is_less = (1.0 - (1.0 - odds) ** count**novelty).sum() < np.mean(touched)
+        least, most = (novelty, most) if is_less else (least, novelty)
+    return most
 
 
 PUBLISHED: Final = HitCurve(

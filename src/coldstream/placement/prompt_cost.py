@@ -23,7 +23,7 @@ from coldstream.placement.cost import (
 )
 from coldstream.placement.gpu_types import GPU_TIMES
 from coldstream.placement.rates import Rates
-from coldstream.placement.sizes import BUFFER_BYTES, MIN_BUFFERS, SHARE_WITH_PLACES, ModelSizes
+from coldstream.placement.sizes import BUFFER_BYTES, MIN_BUFFERS, NOVELTY, SHARE_WITH_PLACES, ModelSizes
 
 Array = np.ndarray[Any, Any]
 
@@ -36,9 +36,6 @@ MAX_RECORDED_ROWS: Final = 2048  # most rows of such a step
 TILE_ROWS: Final = 64  # of an expert that are multiplied together
 UNPACK_SHARE: Final = 0.66  # of a whole tile's time: what it takes for its weights, whatever its rows
 ATTENTION_SHARE: Final = 0.18  # of the rate of large matrices: attention
-# Neighbouring tokens choose similar experts: n tokens as many different ones as n to this power would that
-# choose by themselves.
-NOVELTY: Final = 0.65
 # What the copies of a group take the thread that launches what no graph has, in launches. Where the CPU
 # computes experts, a group has many short copies.
 COPY_LAUNCHES: Final = 1.4
@@ -122,7 +119,7 @@ def prompt_steps(
     for start in range(0, num_tokens, chunk_size):
         count = min(chunk_size, num_tokens - start)
         rows = expected_rows(model, uses, count)
-        yield PromptStep(start, count, rows, expected_touched(rows, count))
+        yield PromptStep(start, count, rows, expected_touched(rows, count, model.novelty))
 
 
 def _gpu_seconds(model: ModelSizes, rates: Rates, step: PromptStep) -> float:
@@ -353,7 +350,7 @@ def expected_rows(model: ModelSizes, uses: Array | None, count: int) -> Array:
     return rows
 
 
-def expected_touched(rows: Array, count: int) -> Array:
+def expected_touched(rows: Array, count: int, novelty: float = NOVELTY) -> Array:
     """The probability that an expert gets any row. Neighbouring tokens choose alike: see NOVELTY."""
-    touched: Array = 1.0 - (1.0 - rows / count) ** count**NOVELTY
+    touched: Array = 1.0 - (1.0 - rows / count) ** count**novelty
     return touched

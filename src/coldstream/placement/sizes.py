@@ -1,10 +1,14 @@
 """ModelSizes: the bytes and counts of a model for placement. Knows nothing of files or tensors."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.placement.routing_trace import RoutedModel
 
+# Neighbouring tokens choose similar experts: n tokens as many different ones as n to this power would that
+# choose by themselves. Where no trace says it: of a full-size model's text, `streaming_shared.json`.
+NOVELTY: Final = 0.65
 # Of the ring through which a prompt's experts are copied, in groups.
 MIN_BUFFERS = 3  # one is read, one is written, and one waits
 BUFFER_BYTES = 32 * 2**20
@@ -58,6 +62,7 @@ class ModelSizes:
     head: Products | None = None  # of those outside experts, what only the last row of a prompt meets
     table_bytes: int = 0  # of `dense_bytes`, an embedding that is not the head too
     placed_layers: tuple[int, ...] = ()  # the model's numbers of the layers; empty: 0, 1, …
+    novelty: float = NOVELTY
     hidden_size: int = 0  # values of a row between layers; 0: not known, and then only weights are moved
 
     @property

@@ -1,10 +1,11 @@
 """Planned: a plan with all that it was made from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from coldstream.placement.forecast import Known
 from coldstream.placement.hardware import Hardware
+from coldstream.placement.hit_rates import novelty_of
 from coldstream.placement.limits import Limits, lock_warnings
 from coldstream.placement.lock_file import LockRefusal, refusal_warning
 from coldstream.placement.plan import PlacementPlan
@@ -64,8 +65,11 @@ class Planned:
     @cached_property
     def known(self) -> Known:
         """Inputs of forecasts. Replays the trace if there is one, in seconds for a large model."""
+        sizes = self.sizes
+        if self.trace is not None:
+            sizes = replace(sizes, novelty=novelty_of(self.trace))
         return Known(
-            self.sizes,
+            sizes,
             Rates.of(self.hardware, self.disk_bytes_per_s),
             hit_curve(self.trace, self.plan),
             self.run.expected_uses,
