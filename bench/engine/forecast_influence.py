@@ -9,6 +9,7 @@ measurement; one of much has to be measured, counted or named.
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -128,7 +129,10 @@ def main(words: Sequence[str] | None = None) -> int:
             kinds = ", ".join(f"{kind} {of['mean']:.1%}" for kind, of in found[name].items() if of["mean"])
             print(f"{name}: {kinds or 'none'}", file=sys.stderr, flush=True)
     names = [name for name, _ in results]
-    write_result({"change": CHANGE, "results": names, "influence": found}, options.out, options.commit)
+    command = ["python", "-m", "bench.engine.forecast_influence", *map(str, options.results)]
+    about = {"command": shlex.join(command), "machine": {"cpu": "none is measured"}}
+    result = about | {"change": CHANGE, "results": names, "influence": found}
+    write_result(result, options.out, options.commit)
     return 0
 
 
