@@ -27,7 +27,7 @@ from coldstream.kernels.attention.arguments import AttentionShape, DecodeWorkspa
 from coldstream.kernels.attention.cache_layout import INTEGER_CACHE_TYPES
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
 from coldstream.kernels.attention.cuda import IntegerKernels
-from coldstream.kernels.cuda.limits import device_limits
+from coldstream.kernels.cuda.limits import DeviceLimits, device_limits
 from coldstream.kernels.indexer.cuda import score_bytes
 from coldstream.kernels.indexer.records import INDEXED_BLOCK_SIZES
 from coldstream.kernels.indexer.workspace_sizes import rows_at_once
@@ -35,18 +35,25 @@ from host_device import TURING_LIMITS
 
 SHARES = (0.0, 0.03, 0.9)  # of blocks that a row sees beside one
 SMALL, WIDE = (4, 2, 64), (4, 2, 128)
-FORMS = {  # rows, heads, the device and whether it counts the rows as far into a text
-    "decode": ([Part(700, 1), Part(90, 1)], SMALL, LIMITS, True),
-    "decode of chains": ([Part(500, 3), Part(62, 4, line(4))], SMALL, LIMITS, False),
+Form = tuple[list[Part], tuple[int, int, int], DeviceLimits, bool]
+# Rows, heads, the device and whether it counts the rows as far into a text, by the kernel that takes them.
+DECODE: dict[str, Form] = {
+    "rows": ([Part(700, 1), Part(90, 1)], SMALL, LIMITS, True),
+    "chains": ([Part(500, 3), Part(62, 4, line(4))], SMALL, LIMITS, False),
     "a pair of heads": ([Part(700, 1)], (2, 2, 256), LIMITS, True),
+}
+PREFILL: dict[str, Form] = {
     "trees": ([random_tree(509, 12, 3), Part(300, 1)], SMALL, LIMITS, True),
     "a tree of two tiles": ([random_tree(250, 60, 5)], SMALL, LIMITS, True),
     "a prompt": ([Part(600, 70)], SMALL, LIMITS, True),
     "prompts": ([Part(500, 60), Part(0, 20)], SMALL, LIMITS, False),
-    "a warpgroup": ([Part(700, 5), Part(40, 1)], WIDE, WITH_WARPGROUPS, True),
-    "warpgroups": ([Part(250, 20), Part(600, 50)], WIDE, WITH_WARPGROUPS, True),
     "heads of 512": ([Part(300, 3), Part(60, 5, (-1, 0, 0, 2, 2))], (2, 1, 512), LIMITS, True),
 }
+WARPGROUPS: dict[str, Form] = {
+    "one": ([Part(700, 5), Part(40, 1)], WIDE, WITH_WARPGROUPS, True),
+    "two": ([Part(250, 20), Part(600, 50)], WIDE, WITH_WARPGROUPS, True),
+}
+FORMS = (*DECODE.values(), *PREFILL.values(), *WARPGROUPS.values())
 LONG = [Part(700, 20), random_tree(509, 40, 1), Part(0, 64)]
 ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
@@ -60,11 +67,7 @@ def device(request: pytest.FixtureRequest) -> str:
     return name
 
 
-@pytest.mark.sharded(10)
-@pytest.mark.usefixtures("host")
-@pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_attention_to_chosen_blocks(form: tuple, share: float) -> None:
+def check_attention(form: Form, share: float) -> None:
     """Workspaces hold NaN at first: no merge reads a chunk of which a row sees nothing."""
     parts, heads, limits, is_deep = form
     for number, cache_name in enumerate(["i16", "i8"]):
@@ -74,11 +77,35 @@ def test_attention_to_chosen_blocks(form: tuple, share: float) -> None:
         check_launched(case, case.expected(), limits)
 
 
+@pytest.mark.sharded(3)
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("form", DECODE.values(), ids=DECODE)
+def test_decode_of_chosen_blocks(form: Form, share: float) -> None:
+    check_attention(form, share)
+
+
+@pytest.mark.sharded(5)
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("form", PREFILL.values(), ids=PREFILL)
+def test_trees_and_prompts_of_chosen_blocks(form: Form, share: float) -> None:
+    check_attention(form, share)
+
+
+@pytest.mark.sharded(2)
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("form", WARPGROUPS.values(), ids=WARPGROUPS)
+def test_warpgroups_of_chosen_blocks(form: Form, share: float) -> None:
+    check_attention(form, share)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache_name", INTEGER_CACHE_TYPES)
 @pytest.mark.parametrize("heads", [(4, 2, 64), (24, 2, 256), (16, 2, 512)])
 def test_a_gpu_attends_to_them_too(cache_name: str, heads: tuple[int, int, int]) -> None:
-    for number, (parts, _, _, is_deep) in enumerate(FORMS.values()):
+    for number, (parts, _, _, is_deep) in enumerate(FORMS):
         for share in SHARES:
             choice = INDEXED_BLOCK_SIZES[number % len(INDEXED_BLOCK_SIZES)], share
             case = BatchCase(parts, cache_name, heads, seed=number, is_deep=is_deep, choice=choice)

@@ -8,6 +8,7 @@ from mtp_cases import write_variant
 from runner_cases import token_ids
 from test_cuda_mtp import CONTEXT, Pair, open_gpu, pair, states_of
 
+from builders import Dims
 from coldstream.errors import InvalidRequestError
 from coldstream.kernels.fused.reference import FusedText
 from coldstream.kernels.sample.admit import MAX_ENDS
@@ -60,8 +61,10 @@ def check_fused_steps(both: Pair) -> None:
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("name", ["dense", "streams, n-grams"])
 def test_fused_steps_draft_what_the_host_drafts(tmp_path: Path, name: str) -> None:
-    """Also where the host reads rows of n-grams for tokens that it does not know yet."""
-    with pair(write_variant(tmp_path, name)) as both:
+    """Also where the host reads rows of n-grams for tokens that it does not know yet, beyond an indexer's
+    choice.
+    """
+    with pair(write_variant(tmp_path, name, dims=Dims(top_k=4))) as both:
         check_fused_steps(both)
 
 
