@@ -164,7 +164,7 @@ def check_commits(
             )
             layer = RecurrentLayer(weights, *expected_states, kept)
             ReferenceOps(exact=True).commit_delta_net([layer], committed)
-            there = CommittedPath(*(tensor.to(device) for tensor in vars(committed).values()))
+            there = CommittedPath(*(each.to(device) for each in vars(committed).values() if each is not None))
             readers = torch.zeros(1, case.num_key_heads, dtype=torch.int32, device=device)
             layer = RecurrentLayer(weights_on(weights, torch.device(device)), *found_states, found_kept)
             cuda.delta_net_replay_cuda([layer], there, readers)
