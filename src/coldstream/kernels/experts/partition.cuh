@@ -146,13 +146,25 @@ struct Hints {
   int num_places;  // on the device, to which missing experts are copied meanwhile
 };
 
-// Which of a single token's missing experts the CPU computes, by one warp: bit k for rank k. is_readable:
-// whether the device can read the lane's expert over the bus.
-__device__ __forceinline__ uint32_t share_of_cpu(const MissTimes* times, bool is_missing, bool is_readable) {
+// A table by number of missing experts, of which lane n holds entry n. It is read while the experts' places
+// are, as the number is not known yet.
+__device__ __forceinline__ int entry_of_lane(const int (&by_missing)[most_ranks + 1]) {
+  const int lane = threadIdx.x % warp_size;
+  return lane <= most_ranks ? by_missing[lane] : 0;
+}
+
+__device__ __forceinline__ int entry_for(int of_lane, uint32_t missing) {
+  return __shfl_sync(all_lanes, of_lane, __popc(missing));
+}
+
+// Which of a single token's missing experts the CPU computes, by one warp: bit k for rank k. streamed: the
+// lane's entry of that table. is_readable: whether the device can read the lane's expert over the bus.
+__device__ __forceinline__ uint32_t share_of_cpu(int streamed, bool is_missing, bool is_readable) {
   const uint32_t missing = __ballot_sync(all_lanes, is_missing);
   const uint32_t readable = __ballot_sync(all_lanes, is_missing && is_readable);
   const int before = __popc(readable & ((1u << threadIdx.x % warp_size) - 1));
-  const bool is_on_bus = missing != 0 && is_readable && before < times->streamed[__popc(missing)];
+  const int num_on_bus = entry_for(streamed, missing);
+  const bool is_on_bus = is_readable && before < num_on_bus;
   return __ballot_sync(all_lanes, is_missing && !is_on_bus);
 }
 
@@ -160,11 +172,12 @@ __device__ __forceinline__ uint32_t share_of_cpu(const MissTimes* times, bool is
 // they may arrive in any order.
 __device__ __forceinline__ void write_hints(const Hints& hints, int id, int num_ranks) {
   const int lane = threadIdx.x % warp_size;
+  const int fetched = entry_of_lane(hints.times->fetched), streamed = entry_of_lane(hints.times->streamed);
   const bool is_missing = lane < num_ranks && hints.slots[id] == 0;
   const uint32_t missing = __ballot_sync(all_lanes, is_missing);
-  const int num_fetched = min(hints.times->fetched[__popc(missing)], hints.num_places);
+  const int num_fetched = min(entry_for(fetched, missing), hints.num_places);
   const bool is_fetched = __popc(missing & ((1u << lane) - 1)) < num_fetched;
-  const bool is_on_cpu = share_of_cpu(hints.times, is_missing && !is_fetched, hints.mapped != 0) >> lane & 1;
+  const bool is_on_cpu = share_of_cpu(streamed, is_missing && !is_fetched, hints.mapped != 0) >> lane & 1;
   if (lane >= num_ranks) return;
   const uint32_t word = (hints.layer + 1) << 16 | (is_on_cpu ? id + 1 : 0);
   *reinterpret_cast<volatile uint32_t*>(hints.words + lane) = word;
@@ -185,18 +198,24 @@ __device__ __forceinline__ void bring_slots_near(const Sharing& sharing, const H
   if (hints.words != nullptr) bring_near(hints.slots + first);
 }
 
+// Whether the key of a place is that of an expert, which is used then; `slots` are its addresses.
+__device__ __forceinline__ bool use_prefetched(const Sharing& sharing, int place, uint32_t key, int id,
+                                               int64_t (&slots)[num_matrices]) {
+  const Prefetched& fetched = sharing.prefetched;
+  if ((key & ~used_bit) != prefetch_key(sharing.layer(), id)) return false;
+  if (!(key & used_bit)) atomicOr(fetched.keys + place, used_bit);
+#pragma unroll
+  for (int i = 0; i < num_matrices; i++) slots[i] = fetched.room.address(place, i);
+  return true;
+}
+
 // Whether an expert has been prefetched; `slots` are its addresses then.
 __device__ __forceinline__ bool find_prefetched(const Sharing& sharing, int id,
                                                 int64_t (&slots)[num_matrices]) {
   const Prefetched& fetched = sharing.prefetched;
 #pragma unroll 1
   for (int place = 0; place < fetched.room.count; place++) {
-    const uint32_t key = load_acquire(fetched.keys + place);
-    if ((key & ~used_bit) != prefetch_key(sharing.layer(), id)) continue;
-    if (!(key & used_bit)) atomicOr(fetched.keys + place, used_bit);
-#pragma unroll
-    for (int i = 0; i < num_matrices; i++) slots[i] = fetched.room.address(place, i);
-    return true;
+    if (use_prefetched(sharing, place, load_acquire(fetched.keys + place), id, slots)) return true;
   }
   return false;
 }
@@ -225,6 +244,24 @@ __device__ __forceinline__ bool find_on_device(const Sharing& sharing, int id,
   return has_slot || find_prefetched(sharing, id, addresses);
 }
 
+// The same by one warp, of the expert of each lane that exists. All keys are read at once, beside the slots:
+// a read takes most of a microsecond, and the layer waits for it.
+static_assert(most_ranks <= warp_size);
+__device__ __forceinline__ bool find_all_on_device(const Sharing& sharing, bool exists, int id,
+                                                   int64_t (&addresses)[num_matrices]) {
+  const int lane = threadIdx.x % warp_size, num_places = sharing.prefetched.room.count;
+#pragma unroll
+  for (int i = 0; i < num_matrices; i++) addresses[i] = exists ? sharing.matrix[i].slots[id] : 0;
+  const uint32_t keys = lane < num_places ? load_acquire(sharing.prefetched.keys + lane) : 0;
+  bool is_found = addresses[0] != 0 && addresses[1] != 0 && addresses[2] != 0;
+#pragma unroll 1
+  for (int place = 0; place < num_places; place++) {
+    const uint32_t key = __shfl_sync(all_lanes, keys, place);
+    if (exists && !is_found) is_found = use_prefetched(sharing, place, key, id, addresses);
+  }
+  return is_found;
+}
+
 // Of a missing expert: in the host's memory, which is read over the bus. False if it cannot be read.
 __device__ __forceinline__ bool find_on_host(const Sharing& sharing, int id,
                                              int64_t (&addresses)[num_matrices]) {
@@ -251,11 +288,12 @@ __device__ __forceinline__ bool share_out(const Sharing& sharing, int id, int nu
                                           int cols) {
   const int lane = threadIdx.x % warp_size;
   const bool exists = lane < num_ranks;
-  int64_t addresses[num_matrices] = {};
-  const bool is_missing = exists && !find_on_device(sharing, id, addresses);
+  int64_t addresses[num_matrices];
+  const int streamed = entry_of_lane(sharing.times->streamed);
+  const bool is_missing = !find_all_on_device(sharing, exists, id, addresses) && exists;
   const bool is_readable = is_missing && find_on_host(sharing, id, addresses);
   const uint32_t missing = __ballot_sync(all_lanes, is_missing);
-  const uint32_t on_cpu = share_of_cpu(sharing.times, is_missing, is_readable);
+  const uint32_t on_cpu = share_of_cpu(streamed, is_missing, is_readable);
   const bool is_on_cpu = on_cpu >> lane & 1;
   if (is_on_cpu) {
 #pragma unroll
