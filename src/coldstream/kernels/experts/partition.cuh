@@ -282,10 +282,9 @@ __device__ __forceinline__ void place_pair(const Sharing& sharing, int pair, int
   if (sharing.used) sharing.used[pair] = id;
 }
 
-// Shares out the pairs of the only token by one warp, whose lane k has the id of rank k. If the CPU computes
-// any of them, sends it the token's x and returns true in all lanes.
-__device__ __forceinline__ bool share_out(const Sharing& sharing, int id, int num_ranks, const float* x,
-                                          int cols) {
+// Shares out the pairs of the only token by one warp, whose lane k has the id of rank k. Whether the CPU
+// computes any of them, in all lanes: then it has to be asked, with the token's x in its mailbox.
+__device__ __forceinline__ bool share_out(const Sharing& sharing, int id, int num_ranks) {
   const int lane = threadIdx.x % warp_size;
   const bool exists = lane < num_ranks;
   int64_t addresses[num_matrices];
@@ -306,13 +305,11 @@ __device__ __forceinline__ bool share_out(const Sharing& sharing, int id, int nu
   if (sharing.stamps && lane == 0 && missing != on_cpu) {
     add_up(&sharing.stamps->router.pairs, __popc(missing & ~on_cpu));
   }
-  if (on_cpu == 0) return false;
-  send_row(x, sharing.box.x, cols);
-  __threadfence_system();
-  return true;
+  return on_cpu != 0;
 }
 
-// By one thread, after all pairs have been shared out.
+// By one thread, after all pairs have been shared out, with a barrier of the block behind whatever its
+// threads have written for the CPU.
 __device__ __forceinline__ void ask_the_cpu(const Sharing& sharing) {
   store_relaxed_system(sharing.box.done, 0);
   store_release_system(sharing.box.request, sharing.request);

@@ -199,11 +199,12 @@ __global__ void __launch_bounds__(block_threads)
     const int id =
         choose<per_lane, has_rule>(is_guess ? ahead.rule : rule, logits + place * weights.num_experts,
                                    weights.num_experts, scratch, choice);
-    if (!is_guess && sharing.request) {
-      const float* read_by_experts = has_rule && sharing.x ? sharing.x : x;
-      is_asked = share_out(sharing, id, out.count, read_by_experts, weights.cols);
-    }
+    if (!is_guess && sharing.request) is_asked = share_out(sharing, id, out.count);
     if (is_guess && ahead.hints.words) write_hints(ahead.hints, id, out.count);
+  } else if (warp == block_threads / warp_size - 1 && sharing.request) {
+    // The CPU probably needs it. Once that is known, the layer would wait for the bus.
+    send_row(has_rule && sharing.x ? sharing.x : x, sharing.box.x, weights.cols);
+    __threadfence_system();
   }
   if (!sharing.request) return;
   if (__syncthreads_or(is_asked) && threadIdx.x == 0) ask_the_cpu(sharing);
