@@ -1,6 +1,7 @@
 """The place of each (token, expert) pair: the kernel on the host against a definition in Python."""
 
 import ctypes
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -118,6 +119,7 @@ class Shared:
         self.arrivals = torch.zeros(1, dtype=torch.int32)
         self.box.words.numpy().fill(NOTHING_WRITTEN)
         self.box.x.numpy().fill(NOTHING_WRITTEN)
+        self.box.ids.numpy().fill(NOTHING_WRITTEN)
         self.places = Partition(
             torch.full((MATRICES, layer.num_experts), NOTHING_WRITTEN),
             torch.full((tokens, ranks), NOTHING_WRITTEN).int(),
@@ -430,3 +432,39 @@ def test_the_cpu_answers_what_the_device_asks(host: HostDevice) -> None:
     server.end()
     server.check()
     assert [requests for requests, _, _ in server.work()] == [1, 1]
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_nothing_is_written_before_the_last_request_is_over(
+    host: HostDevice, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    """Rows of the last request may have been read, while a thread that computed them reads its ids."""
+    layer, cols = random_layer(6, 1.0, seed=1), 48
+    x, weight = (torch.randn(n, cols, generator=torch.Generator().manual_seed(1)) for n in (tokens, 6))
+    shared = Shared(layer, torch.arange(6, dtype=torch.int32).repeat(tokens, 1), x)
+    box, words, launches = shared.box, shared.box.words.numpy(), host.launches
+    words[:] = 0
+    monkeypatch.setattr(host, "keeps_time", True)  # so that the wait lasts as long as on a GPU
+    seen = []
+
+    def end_last_request() -> None:
+        while host.launches == launches:
+            pass
+        for _ in range(5000):  # for longer than the launch takes without a wait
+            untouched = [(each.numpy() == NOTHING_WRITTEN).all() for each in (box.x, box.ids)]
+            seen.append(all(untouched) and not words.any())
+        box.done.numpy()[0] = 1
+
+    thread = threading.Thread(target=end_last_request)
+    thread.start()
+    if tokens == 1:
+        buffers = RouterBuffers(
+            shared.ids, torch.empty(1, 6), None, torch.empty(1, 6), torch.zeros(1, dtype=torch.int32)
+        )
+        router_gemv_cuda(x, weight, None, buffers, shared.sharing)
+    else:
+        shared.share_out()
+    thread.join()
+    assert all(seen)
+    assert box.done.numpy()[0] == 0
+    assert box.request.numpy()[0] == shared.sharing.request

@@ -221,5 +221,6 @@ class DecodeExperts:
         box = self._mailbox
         if len(routing.ids) > MAX_MAILBOX_ROWS:
             self._device.launch(wait_answer_cuda, box.done)
-        elsewhere = RowsElsewhere(places.cpu_ids, box.out[: len(routing.ids)], box.done, places.stamps)
+        rows = box.out[: len(routing.ids)]
+        elsewhere = RowsElsewhere(places.cpu_ids, rows, box.done, places.stamps, box.is_marked)
         return ExpertOutputs(routed, shared, routing, elsewhere, bias=weights.down_bias)

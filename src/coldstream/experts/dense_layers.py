@@ -215,7 +215,7 @@ class LayerExecutor(ResidentExecutor):
             None,
             Routing(self._ids[:rows], self._weights[:rows], None),
             # `_weights` is constant: the sum may read it while the next layer's launch runs.
-            RowsElsewhere(self._cpu_ids[:rows], box.out[:rows], box.done),
+            RowsElsewhere(self._cpu_ids[:rows], box.out[:rows], box.done, is_marked=box.is_marked),
         )
 
     def finish_step(self) -> None:
@@ -276,10 +276,11 @@ class PartialLayers:
     def start_step(self, rows: int) -> None:
         """Call right before a step of `rows` rows is launched."""
         if rows <= MAX_MAILBOX_ROWS:
-            self.host.server.begin()
+            self.host.begin_step()
 
     def launched(self) -> None:
         """Call right after the launch."""
+        self.host.step_launched()
         self._num_running += 1
 
     def ended(self, num_running: int = 0) -> None:

@@ -4,6 +4,7 @@ The file is mapped whole, and the GPU reads it over the bus; or some experts are
 others on the disk.
 """
 
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
@@ -16,7 +17,7 @@ from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.kernels import _csrc
 from coldstream.kernels.cpu_ops import CpuOps, expert_glu
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
-from coldstream.kernels.cuda.runtime import allocations
+from coldstream.kernels.cuda.runtime import allocations, streams
 from coldstream.kernels.experts.mailbox import ROWS_SHIFT, Mailbox
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import SWIGLU, Activation, ExpertBiases
@@ -42,6 +43,7 @@ class HostExperts:
         self.ops = CpuOps(threads)
         self.mailbox, self.bulk, self.pool = mailbox, bulk, pool
         self._num_active = threads
+        self._is_launching = False  # a step in which the GPU asks
         ahead = mailbox.ahead.numpy().view(np.uint32)
         self.server = _csrc.ExpertServer(self.ops.runtime, *mailbox.arrays(), ahead=ahead)
         self.bulk_server = _csrc.ExpertServer(self.ops.runtime, *bulk.arrays(), is_prefill=True)
@@ -56,6 +58,24 @@ class HostExperts:
         self._begun: dict[int, Future[RegisteredMemory | None]] = {}  # by address, until they are asked for
         self._lock: FileLock | None = None  # of what is in `_begun`
         self._places: dict[int, tuple[GGUFFile, int, int]] = {}  # address → file, shard, bytes
+
+    def begin_step(self) -> None:
+        """Call right before the launch of a step in which the GPU asks, and `step_launched` behind it."""
+        self.server.begin()
+        if self._is_launching:
+            self._restore_mailbox()
+        self._is_launching = True
+
+    def step_launched(self) -> None:
+        """Call right after the launch of a step."""
+        self._is_launching = False
+
+    def _restore_mailbox(self) -> None:
+        """After a launch that failed on its way: nothing may have read what the CPU wrote for it."""
+        streams.current_stream().synchronize()
+        while not self.mailbox.done.numpy()[0]:
+            time.sleep(1e-4)
+        self.mailbox.mark_unwritten()
 
     def use_threads(self, count: int | None) -> None:
         """How many threads compute from now on, while the others sleep; None: all."""

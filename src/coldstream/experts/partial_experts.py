@@ -354,7 +354,7 @@ class PartialExperts:
             self._has_streamed = False
             if self._shares is not None:
                 self._shares.starting(rows, is_alone=not self._in_flight)
-            self.host.server.begin()
+            self.host.begin_step()
         elif self._stream is not None:
             self._has_streamed = True
             if self._residency is not None:
@@ -376,6 +376,7 @@ class PartialExperts:
         """Call right after the launch. Raises DeviceError if an expert could not be copied."""
         executor = self._executor
         assert executor is not None, "steps are those of an executor"
+        self.host.step_launched()
         ids, rows = None, self._rows
         if rows <= MAX_MAILBOX_ROWS:
             of_all = executor.decode.chosen.copy()

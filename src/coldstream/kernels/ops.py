@@ -361,6 +361,7 @@ class RowsElsewhere:
     rows: Array  # [T, K, E]
     done: Array  # uint32 [2]: nonzero once the rows are complete; the second: a wait for them timed out
     stamps: Any = None  # memory for the layer's times, for `Ops` that measure them
+    is_marked: bool = False  # whether floats that are not written say so, and are marked again; see `Mailbox`
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,14 @@ inline uint32_t count_up_to(uint32_t* count, uint32_t last) {
 }
 inline void add_up(uint64_t* sum, uint64_t value) { *sum += value; }
 inline uint32_t load_acquire_system(const uint32_t* from) { return __atomic_load_n(from, __ATOMIC_ACQUIRE); }
+inline uint32_t load_relaxed_system(const uint32_t* from) { return __atomic_load_n(from, __ATOMIC_RELAXED); }
+inline float load_relaxed_system(const float* from) {
+  return __uint_as_float(load_relaxed_system(reinterpret_cast<const uint32_t*>(from)));
+}
+inline float4 load_relaxed_system(const float4* from) {
+  return {load_relaxed_system(&from->x), load_relaxed_system(&from->y), load_relaxed_system(&from->z),
+          load_relaxed_system(&from->w)};
+}
 inline void store_relaxed_system(uint32_t* to, uint32_t value) {
   __atomic_store_n(to, value, __ATOMIC_RELAXED);
 }

@@ -63,6 +63,27 @@ __device__ __forceinline__ uint32_t load_acquire_system(const uint32_t* from) {
   return value;
 }
 
+// Words that arrive one by one, in any order.
+__device__ __forceinline__ uint32_t load_relaxed_system(const uint32_t* from) {
+  uint32_t value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(__cvta_generic_to_global(from)));
+  return value;
+}
+
+__device__ __forceinline__ float load_relaxed_system(const float* from) {
+  float value;
+  asm volatile("ld.relaxed.sys.global.f32 %0, [%1];" : "=f"(value) : "l"(__cvta_generic_to_global(from)));
+  return value;
+}
+
+__device__ __forceinline__ float4 load_relaxed_system(const float4* from) {
+  float4 v;
+  asm volatile("ld.relaxed.sys.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(__cvta_generic_to_global(from)));
+  return v;
+}
+
 __device__ __forceinline__ void store_relaxed_system(uint32_t* to, uint32_t value) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "r"(value)
                : "memory");

@@ -1,7 +1,7 @@
 """Memory through which the GPU asks the CPU for experts."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -14,6 +14,7 @@ from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS as MAX_MAILBOX_RO
 Array = np.ndarray[Any, Any]
 
 WORDS_PER_LINE = 16  # of a cache line
+UNWRITTEN = 0xFFFFFFFF  # bits of a float, see cuda/answer.cuh
 ROWS_SHIFT = 16  # a request is layer + 1 in the bits below, the number of rows in those above
 
 
@@ -22,19 +23,24 @@ class Mailbox:
     """Page-locked memory; `csrc/hybrid/expert_server.h` has the protocol.
 
     words: int32 [48], request, done and `ahead` in cache lines of their own; x: float32 [rows, E], ids: int32
-    [rows, K] and out: float32 [rows, K, E], each written by one side only.
+    [rows, K] and out: float32 [rows, K, E], each written by one side only. is_marked: whether floats of `out`
+    that the CPU has not written say so, by `UNWRITTEN`. Then who reads a row marks it again.
     """
 
     words: HostArray
     x: HostArray
     ids: HostArray
     out: HostArray
+    is_marked: bool = False
 
     @classmethod
-    def create(cls, num_ranks: int, hidden_size: int, rows: int = MAX_MAILBOX_ROWS) -> Self:
+    def create(
+        cls, num_ranks: int, hidden_size: int, rows: int = MAX_MAILBOX_ROWS, *, is_marked: bool = False
+    ) -> Self:
         """For layers of these sizes and at most so many rows."""
-        box = cls._of(num_ranks, hidden_size, rows, allocations.page_locked)
+        box = replace(cls._of(num_ranks, hidden_size, rows, allocations.page_locked), is_marked=is_marked)
         box.done.numpy()[0] = 1
+        box.mark_unwritten()
         return box
 
     @classmethod
@@ -46,13 +52,17 @@ class Mailbox:
     def _of(
         cls, num_ranks: int, hidden_size: int, rows: int, zeros: Callable[[tuple[int, ...], str], Array]
     ) -> Self:
-        arrays = (
-            zeros((3 * WORDS_PER_LINE,), "int32"),
-            zeros((rows, hidden_size), "float32"),
-            zeros((rows, num_ranks), "int32"),
-            zeros((rows, num_ranks, hidden_size), "float32"),
+        return cls(
+            words=HostArray.of(zeros((3 * WORDS_PER_LINE,), "int32")),
+            x=HostArray.of(zeros((rows, hidden_size), "float32")),
+            ids=HostArray.of(zeros((rows, num_ranks), "int32")),
+            out=HostArray.of(zeros((rows, num_ranks, hidden_size), "float32")),
         )
-        return cls(*map(HostArray.of, arrays))
+
+    def mark_unwritten(self) -> None:
+        """Fills `out` with marks, if it has any. The CPU must have nothing to do."""
+        if self.is_marked:
+            self.out.numpy().view(np.uint32).fill(UNWRITTEN)
 
     @property
     def request(self) -> HostArray:

@@ -205,11 +205,14 @@ extern "C" __global__ void __launch_bounds__(partition_threads, 1)
   board.rows[thread] = 0;
   wait_for_previous_grid();
   release_next_grid();
+  LastAnswer last;
+  if (thread == 0) last.look(sharing.box);
   __syncthreads();
 #pragma unroll 1
   for (int pair = thread; pair < num_pairs; pair += partition_threads) atomicAdd(board.rows + ids[pair], 1);
   __syncthreads();
   place_by_rows(board, sharing, num_tokens);
+  if (thread == 0) last.wait(sharing.box);
   __syncthreads();
   bool asks = false;
 #pragma unroll 1

@@ -2,7 +2,7 @@
 // which gets its pairs through the mailbox. See partition.py.
 #pragma once
 
-#include "cuda/stamps.cuh"
+#include "cuda/answer.cuh"
 
 namespace coldstream {
 
@@ -108,6 +108,18 @@ constexpr uint32_t used_bit = 1u << 31;  // of a key
 // Never 0.
 __device__ __forceinline__ uint32_t prefetch_key(uint32_t layer, int id) { return (layer << 16 | id) + 1; }
 __device__ __forceinline__ uint32_t layer_of_key(uint32_t key) { return ((key & ~used_bit) - 1) >> 16; }
+
+// By one thread, which looks at the flag of the last request and goes on to work until it has to know. Who
+// reads rows as they are written may be here before the CPU is done with that request: then nothing may be
+// written for the next one.
+struct LastAnswer {
+  uint32_t done;
+
+  __device__ __forceinline__ void look(const Mailbox& box) { done = load_relaxed_system(box.done); }
+  __device__ __forceinline__ void wait(const Mailbox& box) const {
+    if (!done) wait_for_answer({box.done, box.done + 1, 0});
+  }
+};
 
 // Copies a row by one warp to memory of high latency.
 __device__ __forceinline__ void send_row(const float* from, float* to, int cols) {

@@ -84,6 +84,8 @@ def inject_norm_cuda(
         kind, args = sum_of_experts(update)
         if update.bias is not None:
             raise ValueError("no kernel adds biases of experts to streams")
+        if update.elsewhere is not None and update.elsewhere.is_marked:
+            raise ValueError("several blocks read a row of experts, so that none of them can mark it")
         kernel = INJECT_EXPERTS.format(kind)
         if update.shared is not None:
             _check_aligned(update.shared)

@@ -127,13 +127,13 @@ template <SharedExpert kind>
 __global__ void __launch_bounds__(max_threads)
     inject_experts_norm_rows(StreamRows streams, const float* routed, const float* topk_weights,
                              int num_ranks, const float* shared, const float* shared_gate, const int* cpu_ids,
-                             const float* cpu_rows, const __grid_constant__ Answer answer,
-                             LayerStamps* stamps, Norm norm, NormOutputs out) {
+                             float* cpu_rows, const __grid_constant__ Answer answer, LayerStamps* stamps,
+                             Norm norm, NormOutputs out) {
   ExpertWait wait(cpu_ids, num_ranks, stamps);
   const OwnStreams own(streams.num_streams, streams.size, norm);
   wait_for_previous_grid();
   release_next_grid();
-  wait.wait(answer);
+  wait.begin(answer);
   const Experts experts = experts_of_block(routed, topk_weights, num_ranks, shared, shared_gate,
                                            wait.is_waiting ? cpu_ids : nullptr, cpu_rows, streams.size);
   const auto at = [&](int i) { return combine_experts<true, kind>(experts, i, streams.size); };

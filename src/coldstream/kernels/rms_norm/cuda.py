@@ -207,6 +207,7 @@ def sum_of_experts(update: ExpertOutputs) -> tuple[str, list[Argument]]:
     if elsewhere is not None:
         cpu_ids, cpu_rows, stamps = elsewhere.ids, elsewhere.rows, elsewhere.stamps
         answer = Answer(done=elsewhere.done.data_ptr(), late=elsewhere.done[1:].data_ptr())
+        answer.rows_are_marked = elsewhere.is_marked
     ungated = NO_SHARED if update.shared is None else PLAIN_SHARED
     return ungated if shared_gate is None else GATED_SHARED, [
         update.routed, topk_weights, num_ranks, update.shared, shared_gate, cpu_ids, cpu_rows, answer, stamps,

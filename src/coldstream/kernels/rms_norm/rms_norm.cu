@@ -99,17 +99,18 @@ __global__ void __launch_bounds__(max_threads)
 template <bool aligned, SharedExpert kind, bool has_bias = false>
 __global__ void __launch_bounds__(has_bias ? most_threads : max_threads)
     combine_rms_norm_rows(const float* x, const float* routed, const float* topk_weights, int num_ranks,
-                          const float* shared, const float* shared_gate, const int* cpu_ids,
-                          const float* cpu_rows, const __grid_constant__ Answer answer, LayerStamps* stamps,
-                          float* sum, const float* bias, const int* ids, Norm norm, NormOutputs out) {
+                          const float* shared, const float* shared_gate, const int* cpu_ids, float* cpu_rows,
+                          const __grid_constant__ Answer answer, LayerStamps* stamps, float* sum,
+                          const float* bias, const int* ids, Norm norm, NormOutputs out) {
   const Eight first_weights = load_eight<aligned>(norm.weight, threadIdx.x / warp_size, norm.cols);
   ExpertWait wait(cpu_ids, num_ranks, stamps);
   wait_for_previous_grid();
   release_next_grid();
-  wait.wait(answer);
+  wait.begin(answer);
   const int64_t token = blockIdx.x, begin = token * norm.cols;
   Experts experts = experts_of_block(routed, topk_weights, num_ranks, shared, shared_gate,
                                      wait.is_waiting ? cpu_ids : nullptr, cpu_rows, norm.cols);
+  experts.answer = &answer;
   experts.bias = bias;
   experts.ids = ids + token * num_ranks;
   for (int i = 4 * threadIdx.x; i < norm.padded; i += 4 * blockDim.x) {
@@ -121,6 +122,7 @@ __global__ void __launch_bounds__(has_bias ? most_threads : max_threads)
     }
     dynamic_shared[i / 4] = v;
   }
+  wait.arrived();
   norm_row<aligned>(norm, first_weights, out);
   wait.end();
 }
@@ -183,17 +185,18 @@ __global__ void __launch_bounds__(max_threads)
 template <bool aligned, bool has_parallel>
 __global__ void __launch_bounds__(max_threads)
     combine_post_norm_rows(const float* x, const float* routed, const float* topk_weights, int num_ranks,
-                           const float* shared, const float* shared_gate, const int* cpu_ids,
-                           const float* cpu_rows, const __grid_constant__ Answer answer, LayerStamps* stamps,
-                           float* sum, PostNorm post, Norm norm, NormOutputs out) {
+                           const float* shared, const float* shared_gate, const int* cpu_ids, float* cpu_rows,
+                           const __grid_constant__ Answer answer, LayerStamps* stamps, float* sum,
+                           PostNorm post, Norm norm, NormOutputs out) {
   const Eight first_weights = load_eight<aligned>(norm.weight, threadIdx.x / warp_size, norm.cols);
   ExpertWait wait(cpu_ids, num_ranks, stamps);
   wait_for_previous_grid();
   release_next_grid();
-  wait.wait(answer);
+  wait.begin(answer);
   const int64_t begin = int64_t(blockIdx.x) * norm.cols;
-  const Experts experts = experts_of_block(routed, topk_weights, num_ranks, shared, shared_gate,
-                                           wait.is_waiting ? cpu_ids : nullptr, cpu_rows, norm.cols);
+  Experts experts = experts_of_block(routed, topk_weights, num_ranks, shared, shared_gate,
+                                     wait.is_waiting ? cpu_ids : nullptr, cpu_rows, norm.cols);
+  experts.answer = &answer;
   const int behind = norm.padded / 4;  // the row of the parallel network
   for (int i = 4 * threadIdx.x; i < norm.padded; i += 4 * blockDim.x) {
     float4 v = {0.0f, 0.0f, 0.0f, 0.0f}, beside = v;
@@ -204,6 +207,7 @@ __global__ void __launch_bounds__(max_threads)
     dynamic_shared[i / 4] = v;
     if constexpr (has_parallel) dynamic_shared[behind + i / 4] = beside;
   }
+  wait.arrived();
   if constexpr (has_parallel) {
     float s[2];
     inverse_norms(norm, s);

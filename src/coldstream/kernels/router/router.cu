@@ -102,12 +102,28 @@ struct Shares {
   }
 };
 
-// The products of the warp's token with its two rows, each in the lanes of its half. The one thread for which
-// `begins` is not null writes there when x was available. norms: x is what `norming` makes, of one chunk.
+// What the first thread does besides, once x is available: it notes the time, and looks at a flag that it
+// needs when it has multiplied. Either may be null.
+struct Beside {
+  uint64_t* begins;
+  const Mailbox* box;
+  LastAnswer last;
+
+  __device__ __forceinline__ void begin() {
+    if (begins) *begins = now_ns();
+    if (box) last.look(*box);
+  }
+  __device__ __forceinline__ void end() const {
+    if (box) last.wait(*box);
+  }
+};
+
+// The products of the warp's token with its two rows, each in the lanes of its half. norms: x is what
+// `norming` makes, of one chunk.
 template <bool aligned, bool norms, bool has_rule>
 __device__ __forceinline__ float multiply(const float* x, int x_stride, const Norming& norming,
                                           const Shares& shares, const Weights& weights, const Ahead& ahead,
-                                          uint64_t* begins) {
+                                          Beside& beside) {
   const int column = threadIdx.x % 16, chunk = shares.chunk;
   float* shared_weights = reinterpret_cast<float*>(dynamic_shared);
   float* shared_x = shared_weights + shares.num_rows * (chunk + row_padding);
@@ -129,7 +145,7 @@ __device__ __forceinline__ float multiply(const float* x, int x_stride, const No
     }
     if (begin == 0) {
       wait_for_previous_grid();
-      if (begins) *begins = now_ns();
+      beside.begin();
     }
     if constexpr (norms)
       stage_norms<block_threads, has_rule>(norming, shares.num_tokens, shared_x, chunk, norm_weights);
@@ -170,10 +186,12 @@ __global__ void __launch_bounds__(block_threads)
     if (blockIdx.x == 0) bring_rule_near(rule, weights.num_experts);
     if (blockIdx.x == 0 && ahead.experts) bring_rule_near(ahead.rule, weights.num_experts);
   }
-  const bool keeps_time = sharing.stamps && blockIdx.x == 0 && threadIdx.x == 0;
-  uint64_t* begins = keeps_time ? &sharing.stamps->router.begins : nullptr;
+  const bool is_first = blockIdx.x == 0 && threadIdx.x == 0;
+  Beside beside{is_first && sharing.stamps ? &sharing.stamps->router.begins : nullptr,
+                is_first && sharing.request ? &sharing.box : nullptr};
   const float product =
-      multiply<aligned, norms, has_rule>(x, x_stride, norming, shares, weights, ahead, begins);
+      multiply<aligned, norms, has_rule>(x, x_stride, norming, shares, weights, ahead, beside);
+  beside.end();
   const int row = blockIdx.x * shares.num_rows + shares.row(), token = shares.token();
   if (shares.row() < shares.num_rows && threadIdx.x % 16 == 0) {
     if (row < weights.num_experts) out.logits[token * weights.num_experts + row] = product;

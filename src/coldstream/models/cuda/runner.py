@@ -542,7 +542,10 @@ class CudaRunner(ModelRunner):
 
 def _partial_model(plan: RunPlan, file: GGUFFile, spec: ModelSpec) -> PartialModel:
     """The part of `plan` that is not on the GPU. Raises MemoryError."""
-    mailbox = Mailbox.create(mailbox_ranks(spec), spec.hidden_size, plan.shared_rows)
+    # Several blocks read a row that enters several residual streams, so that none of them can mark it.
+    is_marked = spec.hyper_connections is None
+    ranks, size = mailbox_ranks(spec), spec.hidden_size
+    mailbox = Mailbox.create(ranks, size, plan.shared_rows, is_marked=is_marked)
     if spec.is_moe:
         return PartialExperts(mailbox, plan, _ram_pool(plan, file, spec))
     return PartialLayers(mailbox, plan)

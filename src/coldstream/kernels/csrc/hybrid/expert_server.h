@@ -3,7 +3,9 @@
 // Both use a mailbox in page-locked memory. The client writes rows and expert ids, zeroes `done`, and then
 // stores layer + 1 | rows << 16 to `request`. The server resets `request` to 0, computes the pairs whose id
 // is not `not_here`, and stores 1 to `done`. There is one request at a time, and each is answered: after an
-// error the rows are undefined and `check` throws.
+// error the rows are undefined and `check` throws. Each float of a row is written once. So the client may
+// fill rows with what no result has, and read each float as soon as it is another one. Before it writes
+// anything for its next request, it has to see `done` set.
 //
 // In `ahead` the client may say which experts a later layer will probably ask for: at each rank, layer + 1 <<
 // 16 | id + 1, or layer + 1 << 16 for none. The server sets the first word to 0 and reads those into its
