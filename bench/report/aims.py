@@ -17,14 +17,14 @@ from bench.report.peer_figures import nearest, peer_figures
 from bench.report.tables import has, load, table
 
 LAUNCHES: Final = "gpu-decode.md#one-launch-for-all-layers"
-CORES: Final = "streaming.md#why-512-and-2048-tokens-miss-their-aims"
-STAGING: Final = "offloaded-experts.md#experts-of-several-rows-are-staged-first"
+CORES: Final = "missed-aims.md#a-prompt-of-2048-tokens"
+STAGING: Final = "missed-aims.md#steps-of-several-rows"
 START: Final = "startup.md#imports-context-and-dry-runs"
 DENSE: Final = "dense-layers.md#layers-that-are-missing"
 TIERS: Final = "memory-tiers.md#three-tiers-under-a-limit"
-AHEAD: Final = "offloaded-experts.md#steps-launched-ahead-where-experts-are-missing"
+AHEAD: Final = "missed-aims.md#decoding-with-a-part-of-the-experts"
 ON_GPU: Final = "draft-sizes.md#how-many-nodes-to-ask-for"
-MISSING: Final = "drafts-gpu.md#drafts-where-experts-are-missing"
+MISSING: Final = "missed-aims.md#drafts-where-experts-are-missing"
 DFLASH: Final = "drafts-gpu.md#dflash-as-one-graph"
 ON_CPU: Final = "drafts-cpu.md#the-bundled-drafter"
 CLIENTS: Final = "serving.md#64-clients-on-two-cores"

@@ -10,7 +10,7 @@ from bench.report.desktop import CLOSE
 from bench.report.tables import load
 
 MOVING: Final = "offloaded-experts.md#shares-that-follow-what-tokens-took"
-SIDE_BY_SIDE: Final = "sequences.md#what-long-steps-cost-is-tried"
+SIDE_BY_SIDE: Final = "missed-aims.md#eight-answers-at-once"
 SHALLOW: Final = "drafts-cpu.md#drafts-by-default"
 FORECASTS: Final = "startup.md#forecasts-by-type-of-weights"
 TEXTS: Final = {"nothing in common": "gpu/answers", "popular experts": "gpu/answers_shared"}
