@@ -7,9 +7,8 @@ Shapes: T rows (tokens, of one or several sequences), E hidden size, H query hea
 size, C convolution channels, NK / NV key / value heads of the gated DeltaNet, d their head size, K experts
 per token, F an FFN size. Activations are float32 with unit stride along the last dimension.
 
-An `Array` is a numpy array under `CpuOps`, an array of the device (`kernels/cuda/array.py`) under `CudaOps`,
-and a torch.Tensor under `ReferenceOps`. Layers may index, slice and reshape arrays and ask for their shape.
-Caches also assign 0 or another array to contiguous parts. All arithmetic goes through `Ops`.
+An `Array` is numpy's under `CpuOps`, PyTorch's under `ReferenceOps`, and under `CudaOps` it is one of
+`kernels/cuda/array.py`. Layers index, slice and reshape them. All arithmetic goes through `Ops`.
 """
 
 from collections.abc import Mapping, Sequence
