@@ -45,7 +45,7 @@ from coldstream.placement.rates import ESTIMATED, Rates
 from coldstream.placement.sizes import ModelSizes
 from coldstream.planning.config import EngineConfig
 from coldstream.planning.facts import with_kv_type
-from coldstream.planning.gather import Sources, model_facts, plan_model
+from coldstream.planning.gather import Sources, bundled_profile, model_facts, plan_model
 from coldstream.planning.planned import Planned
 
 GIB = 2**30
@@ -272,10 +272,8 @@ def of_cpus(result: Row, headers: Headers) -> Iterator[Row]:
         config = cpu_forecast.config_of(files.of(row["model"]), result["cpu_work"], row["threads"])
         rates = rates_of(row)
         with GGUFFile.open(Path(config.model)) as file:
-            sources = Sources(
-                file, read_spec(file.metadata, file.tensors), machine_with(rates, result["machine"])
-            )
-            planned = plan_model(config, sources)
+            spec, machine = read_spec(file.metadata, file.tensors), machine_with(rates, result["machine"])
+            planned = plan_model(config, Sources(file, spec, machine, bundled_profile(file, spec)))
         plan = cpu_forecast.expected(
             planned.known.model, rates, result["cpu_work"], planned.plan.fixed.chunk_size
         )
