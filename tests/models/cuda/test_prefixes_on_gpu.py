@@ -46,7 +46,7 @@ def check_prefixes(tmp_path: Path, arch: str, kv_type: str, count: int) -> None:
             length, logits = through_cache(runner, cache, ids)
             assert length == held
             assert np.array_equal(logits, cold)
-        assert cache.make_room(SIZE.num_blocks, SIZE.num_states)
+        assert cache.make_room(SIZE)
         length, logits = through_cache(runner, cache, ids)
         assert length == count - 1
         assert np.array_equal(logits, cold)
