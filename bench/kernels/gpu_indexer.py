@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from bench.device import describe, graph_seconds
+from bench.device import describe, graph_seconds, measure_bandwidth
 from bench.engine.gpu import numbers
 from bench.kernels.gpu_integer_attention import CACHED_BYTES, Layer
 from bench.results import ROOT, write_result
@@ -117,6 +117,7 @@ def main() -> int:
     parser.add_argument("--commit", help="of these sources, where they are without their repository")
     options = parser.parse_args()
     torch.manual_seed(0)
+    bandwidth = measure_bandwidth("cuda", 0)
     cases = []
     for name, num_rows, depth in product(options.types, options.rows, options.depths):
         cases.append(measured(name, num_rows, depth))
@@ -125,6 +126,7 @@ def main() -> int:
     result = {
         "command": "python -m bench.kernels.gpu_indexer",
         "machine": describe("cuda"),
+        "copy_bytes_s": bandwidth,
         "heads": [HEADS, KV_HEADS, HEAD_DIM],
         "indexer": {"heads": INDEX_HEADS, "size": INDEX_DIM, "top_k": TOP_K, "block_size": BLOCK_SIZE},
         "cases": cases,
