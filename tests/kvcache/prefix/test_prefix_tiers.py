@@ -344,10 +344,13 @@ def test_pages_with_one_key_are_distinguished_by_their_tokens() -> None:
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("kv_type", ["i16", "f16", "i4"])
 @pytest.mark.parametrize("length", [1, 255, 256, 300])
-def test_bytes_of_sequences_are_those_of_any_device(kv_type: str, length: int) -> None:
-    """A GPU's arrays and NumPy's give and take the same bytes."""
-    size = CacheSize(4, 3)
-    shape = Shape(kv_heads=((2, 32),))
+@pytest.mark.parametrize("window", [None, 30, 290])
+def test_bytes_of_sequences_are_those_of_any_device(kv_type: str, length: int, window: int | None) -> None:
+    """A GPU's arrays and NumPy's give and take the same bytes, those of layers with windows among them."""
+    size, shape = CacheSize(4, 3), Shape(kv_heads=((2, 32),))
+    if window:
+        size = CacheSize(4, 3, num_window_blocks=9)
+        shape = Shape(("delta_net", "attention", "attention"), ((2, 32), (1, 32)), (None, window))
     host = SequenceCache(shape, CpuOps(1), size, kv_type) if kv_type != "f16" else None
     device = SequenceCache(shape, device_ops(), size, kv_type)
     source = device.new()
@@ -376,7 +379,7 @@ def written(cache: SequenceCache, length: int, random: np.random.Generator) -> S
         return random.integers(0, 60, num_bytes, np.uint8).tobytes()
 
     blocks = [content(block_bytes(cache.tensors, size)) for size in sizes]
-    return cache.written(length, blocks, content(state_bytes_of(cache.tensors)))
+    return cache.written(length, blocks, content(cache.state_bytes(length)))
 
 
 @pytest.mark.usefixtures("host")
