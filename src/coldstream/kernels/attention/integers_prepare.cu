@@ -76,12 +76,16 @@ __device__ __forceinline__ float store_codes(const LaneNumbers<head_dim>& x, int
   return by.scale;
 }
 
+// Has so many floats in the first-level cache when the half warp reads them.
+__device__ __forceinline__ void bring_numbers_close(const float* numbers, int count, int lane) {
+  constexpr int per_sector = 32 / sizeof(float);
+  for (int i = lane * per_sector; i < count; i += lanes_per_head * per_sector) bring_close(numbers + i);
+}
+
 template <int bits, int head_dim, bool has_gate>
 __global__ void __launch_bounds__(prepare_threads)
     attention_prepare_integers(const PrepareIntegersArguments a) {
   __shared__ float heads[heads_per_block][head_dim];
-  wait_for_previous_grid();
-  release_next_grid();
   const int lane = threadIdx.x % lanes_per_head;
   float* const head = heads[threadIdx.x / lanes_per_head];
   const int64_t row = blockIdx.x;
@@ -95,9 +99,19 @@ __global__ void __launch_bounds__(prepare_threads)
   const float* const weight = is_query ? a.q_norm : is_value ? nullptr : a.k_norm;
   const NewNorm norm = {bias ? bias + (is_query ? unit : kv_head) * head_dim : nullptr, has_norm, weight,
                         a.eps};
+  // Weights, and what was written before the previous launch began, are there before that launch has ended.
+  if (norm.bias) bring_numbers_close(norm.bias, head_dim, lane);
+  if (norm.weight) bring_numbers_close(norm.weight, head_dim, lane);
+  const int segment = a.rows.segments[row], index = a.rows.indices[row];
+  const bool is_kept = !is_query && !is_spare && a.rows.positions[row] >= 0;
+  const int block =
+      is_kept ? a.rows.tables[int64_t{segment} * a.rows.table_stride + index / chunk_positions] : 0;
+  const float* angles = a.angles + row * a.rope_half * 2;
+  wait_for_previous_grid();
+  release_next_grid();
+  if (!is_value) bring_numbers_close(angles, 2 * a.rope_half, lane);
   norm_head<head_dim>(x, norm, lane, head);
   __syncwarp();
-  const float* angles = a.angles + row * a.rope_half * 2;
   LaneNumbers<head_dim> values;
 #pragma unroll
   for (int i = 0; i < head_dim / lanes_per_head; i++) {
@@ -112,11 +126,9 @@ __global__ void __launch_bounds__(prepare_threads)
     for (float& value : values) value *= factor;
   }
   const int64_t pair = row * a.num_heads + unit;
-  const int segment = a.rows.segments[row], index = a.rows.indices[row];
   using RowType = CacheRow<bits, head_dim>;
   uint8_t* to = nullptr;
-  if (!is_query && !is_spare && a.rows.positions[row] >= 0) {
-    const int block = a.rows.tables[int64_t{segment} * a.rows.table_stride + index / chunk_positions];
+  if (is_kept) {
     to = (is_value ? a.v_cache : a.k_cache) + block * a.strides.block_bytes +
          index % chunk_positions * a.strides.position_bytes + int64_t{kv_head} * RowType::bytes;
   }

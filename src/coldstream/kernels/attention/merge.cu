@@ -231,6 +231,11 @@ __global__ void __launch_bounds__(merge_threads) attention_merge(const MergeArgu
   __shared__ typename MergerOfHead::FactorsOfSpan factors;
   float (*const staged)[group_elements] = reinterpret_cast<float (*)[group_elements]>(dynamic_shared);
   const int position = a.positions[blockIdx.y];  // written before the previous launch began
+  if constexpr (has_sinks) {
+    constexpr int columns = groups_together<head_dim> * group_elements;
+    const int head = blockIdx.x * columns / head_dim + threadIdx.x;
+    if (threadIdx.x < MergerOfHead::most_heads && head < a.num_heads) bring_close(a.sinks + head);
+  }
   wait_for_previous_grid();
   release_next_grid();
   const int first_chunk = first_position(position, a.window) / chunk_positions;
