@@ -121,7 +121,7 @@ def test_recurrent_states(host: HostDevice) -> None:
 @pytest.mark.parametrize("dim", [128, 256])
 def test_attention_of_a_draft_block(dim: int) -> None:
     case = test_draft_block.Case(9, 4, 2, dim, 70, 80)
-    test_draft_block.test_attention_sees_what_it_may(case, 3, "cpu")
+    test_draft_block.test_attention_sees_what_it_may(case, 3, False, "cpu")
 
 
 def test_keys_and_values_in_turn() -> None:

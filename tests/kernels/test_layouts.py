@@ -109,7 +109,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "pairs": integers.PAIRS,
         "block_positions": BLOCK_POSITIONS_OF_A_SUM,
         **{
-            f"(IntegerAttention<{bits_of(name)}, {head_dim}, 4, true, 2, 1, 1>::Block::tile_bytes)": (
+            f"(IntegerAttention<{bits_of(name)}, {head_dim}, 4, true, 2, 1, 1, false>::Block::tile_bytes)": (
                 integers._tile_bytes(attention_shape(name, head_dim))
             )
             for name in INTEGER_CACHE_TYPES
@@ -134,7 +134,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
         "stages": integers.GROUP_STAGES,
         "sizeof(TileNote)": integers.NOTE_BYTES,
         **{
-            f"(MultiplyingGroup<{bits}, {head_dim}, {groups}>::shared_bytes)": next(
+            f"(MultiplyingGroup<{bits}, {head_dim}, {groups}, false>::shared_bytes)": next(
                 integers.warpgroup_forms(attention_shape(f"i{bits}", head_dim), False, groups)
             ).shared_bytes
             for bits in (16, 8)
