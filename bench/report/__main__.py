@@ -32,7 +32,7 @@ from bench.report.drafts import (
     gpu_drafts_dflash,
 )
 from bench.report.failures import cancel_storm, conversations, kills
-from bench.report.families import families_agreement, families_gpu
+from bench.report.families import families_agreement, families_cpu, families_gpu
 from bench.report.first_page import desktop, first_page, laptop, own_card
 from bench.report.gpu import (
     gpu,
@@ -397,6 +397,7 @@ BLOCKS: dict[str, Callable[[], str]] = aims.BLOCKS | {
     "agents": agents,
     "aims_machines": aims_machines,
     "families_agreement": families_agreement,
+    "families_cpu": families_cpu,
     "families_gpu": families_gpu,
     "first_page": first_page,
     "first_page_desktop": desktop,

@@ -31,6 +31,27 @@ def families_gpu() -> str:
     return table(header, rows) + "\n" + "\n\n".join(sources) + "\n"
 
 
+def families_cpu() -> str:
+    """Parts of files of other families on two cores, beside the better of two programs in each case."""
+    r = load("family_speed")
+    rows = list[Row]()
+    for name, found in r["models"].items():
+        cells = list[str]()
+        for case in found["cases"].values():
+            peer = case["better_peer"]
+            ratio = case["ratios"][peer]
+            low, high = ratio["interval"]
+            cells.append(
+                f"**{case['tok_s']['ours']:,.0f}**, {ratio['median']:.2f}× {peer} ({low:.2f}–{high:.2f})"
+            )
+        layers = f"{found['layers']} layers, {found['experts']} experts"
+        rows.append([name, layers, found["mix"], *cells])
+    cases = next(iter(r["models"].values()))["cases"]
+    header = ["shape", "part", "types", *(f"{case}, tok/s, over the better" for case in cases)]
+    source = f"{r['machine']['cpu_name']}, {r['threads']} threads, commit {r['commit']}: `{r['command']}`"
+    return table(header, rows) + f"\n{source}\n"
+
+
 def families_agreement() -> str:
     """Choices beside llama.cpp's, and with a part of the family left out."""
     r = load("agreement_families")

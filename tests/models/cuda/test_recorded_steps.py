@@ -125,9 +125,12 @@ def test_the_first_step_of_a_way_and_the_one_that_is_recorded_are_not_compared_w
     """They take longer."""
     ways, learned = [True, True, True, True, False, False], list[tuple[bool, int]]()
     monkeypatch.setattr(CpuPart, "choose", lambda self, rows: ways[0])
-    monkeypatch.setattr(
-        CpuPart, "learn", lambda self, rows, *_, with_cpu: learned.append((with_cpu, len(replays)))
-    )
+
+    def learn(self: CpuPart, rows: int, *_: float, with_cpu: bool, is_usual: bool) -> None:
+        if is_usual:
+            learned.append((with_cpu, len(replays)))
+
+    monkeypatch.setattr(CpuPart, "learn", learn)
     with open_partly(path, 0.0, context_length=CONTEXT, chunk_size=ROWS) as runner:
         for number in range(len(ways)):
             check(runner, plain, ROWS, first=number)
