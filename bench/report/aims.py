@@ -170,6 +170,10 @@ def _cpu() -> Iterator[Aim]:
         yield Aim(f"decoding {name}.gguf, over llama.cpp", least, cases["1"]["ratio"], source, 1, "×")
         eight = cases["8"]["ours_tok_s"] / cases["1"]["ours_tok_s"]
         yield Aim(f"{name}.gguf, tokens a second of eight rows, of one", 2, eight, source, 1, "×")
+    for name, found in load("family_speed")["models"].items():
+        ratios = [case["ratios"][case["better_peer"]]["median"] for case in found["cases"].values()]
+        what = f"a part of {name}, over the better peer, at least"
+        yield Aim(what, 1, min(ratios), "family_speed.json", 2, "×")
 
 
 # Types that many people download for small memories.
