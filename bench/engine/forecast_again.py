@@ -359,9 +359,9 @@ def lines(name: str, measured: Row, rows: list[Row]) -> Iterator[str]:
         yield f"  {row['what']} ({row['experts_share']:.0%} of experts): {', '.join(figures)}"
 
 
-def arguments() -> argparse.ArgumentParser:
+def arguments(description: str | None = __doc__) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", nargs="+", type=Path, help="JSON files")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for headers, which stay there")

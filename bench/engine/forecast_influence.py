@@ -7,7 +7,6 @@ of decoding and of prompts, on GPUs and on CPUs, and the largest one. A constant
 measurement; one of much has to be measured, counted or named.
 """
 
-import argparse
 import json
 import shlex
 import sys
@@ -20,7 +19,7 @@ from types import ModuleType
 from typing import Any, Final
 from unittest.mock import patch
 
-from bench.engine.forecast_again import DECODE, Headers, again
+from bench.engine.forecast_again import DECODE, Headers, again, arguments
 from bench.results import write_result
 from coldstream.placement import cost, kernel_shares, prompt_cost
 
@@ -100,19 +99,8 @@ def influence(before: Forecasts, after: Sequence[Forecasts]) -> dict[str, dict[s
     return {kind: {"mean": sum(found) / len(found), "largest": max(found)} for kind, found in changes.items()}
 
 
-def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("results", nargs="+", type=Path, help="JSON files, as of forecast_again.py")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for headers, which stay there")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
-    return parser
-
-
 def main(words: Sequence[str] | None = None) -> int:
-    options = arguments().parse_args(words)
+    options = arguments(__doc__).parse_args(words)
     results = [(path.name, json.loads(path.read_text())) for path in options.results]
     found = {}
     with ExitStack() as stack:
