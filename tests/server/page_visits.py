@@ -90,7 +90,11 @@ class Visit:
         self.requests.append(request.url)
 
     def reload(self) -> None:
-        """Loads the page again, once what it has begun to store is stored: else the browser gives that up."""
+        """Loads the page again, once all is stored: else the browser gives up what is not.
+
+        The page writes one state of a conversation after the other, so some may not have begun yet.
+        """
+        expect(self.page.locator("#conversations[aria-busy=true]")).to_have_count(0)
         self.page.evaluate(_STORED)
         self.page.reload()
 

@@ -270,6 +270,7 @@ def test_conversations_are_exported_and_imported(visit: Open, author: Author, tm
         file = each.page.get_by_label("File to import")
         file.set_input_files(exported)
         expect(each.kept).to_have_text(["a question"])
+        expect(each.messages).to_have_count(2)
         assert each.texts == ["a question", "an answer"]
         expect(each.button("Continue")).to_be_visible()
         given = json.loads(exported.read_text())

@@ -116,7 +116,7 @@ def test_a_conversation_that_is_deleted_while_it_is_written_does_not_come_back(p
             const { openStore } = await import('/page/store.js');
             const store = await openStore();
             const nothing = () => {};
-            const on = { change: nothing, problem: nothing, contextUsed: nothing };
+            const on = { change: nothing, problem: nothing, contextUsed: nothing, saving: nothing };
             const chat = new Chat(document.createElement('div'), store, { toEnd: nothing }, on);
             const { conversation } = chat;
             conversation.title = 'a';
@@ -126,6 +126,28 @@ def test_a_conversation_that_is_deleted_while_it_is_written_does_not_come_back(p
         }"""
     )
     assert titles == []
+
+
+@pytest.mark.sharded(of="processes")
+def test_the_page_says_that_it_saves_until_its_last_state_is_stored(page: Page) -> None:
+    heard = page.evaluate(
+        """async () => {
+            const { Chat } = await import('/page/chat.js');
+            const heard = [];
+            const drawn = () => new Promise(requestAnimationFrame);
+            const store = { write: ({ title }) => drawn().then(() => heard.push(title)) };
+            const nothing = () => {};
+            const saving = isPending => heard.push(isPending);
+            const on = { change: nothing, problem: nothing, contextUsed: nothing, saving };
+            const chat = new Chat(document.createElement('div'), store, { toEnd: nothing }, on);
+            const first = chat.save(chat.conversation);
+            await Promise.all([first, chat.save(chat.conversation)]);
+            chat.conversation.title = 'later';
+            await chat.save(chat.conversation);
+            return heard;
+        }"""
+    )
+    assert heard == [True, True, "", "", False, True, "later", False]
 
 
 def test_a_browser_that_keeps_nothing_shows_the_page(browser: Browser, local_client: LocalClient) -> None:

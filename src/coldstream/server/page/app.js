@@ -31,6 +31,7 @@ const chat = new Chat(element("messages"), store, follower, {
   change: () => changed(),
   problem: (error, retry) => showProblem(error, retry),
   contextUsed: (tokens) => showContext(tokens),
+  saving: (isPending) => element("conversations").setAttribute("aria-busy", `${isPending}`),
 });
 const list = new List(chat, store, {
   opened: () => {

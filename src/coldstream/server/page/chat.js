@@ -10,8 +10,8 @@ const IDLE_SHARE = 3; // of the time that showing a growing answer took, until i
 
 export class Chat {
   // list: the element for the messages; store: a Store; follower: a Follower.
-  // on: { change, problem, contextUsed }: called after each change of what is shown or runs, with an error and how to try
-  // again, and with the tokens of the conversation
+  // on: { change, problem, contextUsed, saving }: called after each change of what is shown or runs, with an error and
+  // how to try again, with the tokens of the conversation, and with whether something is still to be kept
   constructor(list, store, follower, on) {
     this.list = list;
     this.store = store;
@@ -19,6 +19,7 @@ export class Chat {
     this.on = on;
     this.runs = new Map(); // by conversation
     this.forgotten = new Set(); // conversations that are not kept any more
+    this.saving = Promise.resolve(); // fulfilled when all is kept
     this.conversation = newConversation();
     this.views = new Map();
   }
@@ -205,10 +206,13 @@ export class Chat {
     if (this.forgotten.has(conversation)) return;
     conversation.updated = Date.now();
     const write = () => (this.forgotten.has(conversation) ? null : this.store.write(conversation));
-    this.saving = (this.saving ?? Promise.resolve()).then(write).catch((error) => {
+    const saving = this.saving.then(write).catch((error) => {
       this.on.problem(new StorageError(error.message), null);
     });
-    await this.saving;
+    this.saving = saving;
+    this.on.saving(true);
+    await saving;
+    if (this.saving === saving) this.on.saving(false);
     this.on.change();
   }
 

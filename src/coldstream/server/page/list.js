@@ -18,7 +18,10 @@ export class List {
     this.shown = ""; // what the list shows, as JSON
     this.search = element("search");
     this.search.addEventListener("input", () => this.refresh());
-    element("export").addEventListener("click", async () => download("conversations", await store.all()));
+    element("export").addEventListener("click", async () => {
+      await chat.saving;
+      download("conversations", await store.all());
+    });
     const file = element("import-file");
     element("import").addEventListener("click", () => file.click());
     file.addEventListener("change", async () => {
@@ -70,7 +73,10 @@ export class List {
     const tools = make("span", "tools");
     tools.append(
       iconButton("edit", `Rename ${name}`, () => this.rename(item, id, name)),
-      iconButton("export", `Export ${name}`, async () => download(name, [await this.store.read(id)])),
+      iconButton("export", `Export ${name}`, async () => {
+        await this.chat.saving;
+        download(name, [await this.store.read(id)]);
+      }),
       iconButton("delete", `Delete ${name}`, () => this.remove(id, name)),
     );
     item.append(tools);
