@@ -1,6 +1,5 @@
 """The rates of attention, states and rows on a CPU: what times say, and that this machine has some."""
 
-from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,16 +69,6 @@ def test_times_that_do_not_tell_heads_from_bytes_give_rates_that_a_machine_may_h
 
 def test_this_machine_is_measured() -> None:
     assert measure_mixer_rates(1, lambda: None).is_sane
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"op_s": 0.0}, {"op_s": 1.0}, {"pairs_per_s": None}, {"pairs_per_s": float("nan")}, {"another": 1e9}],
-)
-def test_what_no_machine_has_is_none(change: dict[str, Any]) -> None:
-    assert MixerRates.parsed(asdict(RATES)) == RATES
-    assert MixerRates.parsed(asdict(RATES) | change) is None
-    assert MixerRates.parsed([]) is None
 
 
 def test_of_two_measurements_each_rate_is_the_better_one() -> None:

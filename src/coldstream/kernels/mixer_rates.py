@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from coldstream.kernels import _csrc
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS
 from coldstream.kernels.best_runs import FEWEST_RUNS, best_seconds
 from coldstream.kernels.ops import AttentionHeads
+from coldstream.kernels.rate_record import RateRecord
 
 Array = np.ndarray[Any, Any]
 Run = Callable[[], object]
@@ -33,12 +34,10 @@ _STATES, _STATE_DIM, _CONV_WIDTH = 32, 128, 4
 _HIDDEN: Final = 2048
 _CODE: Final = 0x3C  # of cached values; four such bytes are a scale of 0.01
 _SMALL_ROWS, _SMALL_COLS = 16, 256  # of weights that take next to no time
-_BOUNDS: Final = (1e5, 1e16)  # a second
-_SECONDS_BOUNDS: Final = (1e-9, 1e-2)
 
 
 @dataclass(frozen=True)
-class MixerRates:
+class MixerRates(RateRecord):
     """Of all cores, a second, but for op_s: what an operation takes that does next to nothing.
 
     cached_bytes_per_s, row_pairs_per_s: attention of one row takes time for keys and values in RAM, and for
@@ -47,24 +46,15 @@ class MixerRates:
     that an operation adds.
     """
 
+    bounds: ClassVar = (1e5, 1e16)  # a second
+    bounds_of: ClassVar = {"op_s": (1e-9, 1e-2)}
+
     op_s: float
     cached_bytes_per_s: float
     row_pairs_per_s: float
     pairs_per_s: float
     state_values_per_s: float
     row_values_per_s: float
-
-    @classmethod
-    def parsed(cls, document: object) -> Self | None:
-        """Of the JSON object that `asdict` gave; None if it is none, or has absurd values."""
-        if not isinstance(document, dict) or document.keys() != {each.name for each in fields(cls)}:
-            return None
-        return cls(**document) if all(_is_rate(*each) for each in document.items()) else None
-
-    @property
-    def is_sane(self) -> bool:
-        """Whether a machine may have these, so that they are worth keeping."""
-        return self.parsed(vars(self)) is not None
 
     def better(self, other: "MixerRates") -> Self:
         """This one, with what was better in another measurement of the same machine."""
@@ -75,11 +65,6 @@ class MixerRates:
         """Of so many cores, if this is of one."""
         rates = {each.name: number * getattr(self, each.name) for each in fields(self)}
         return type(self)(**rates | {"op_s": self.op_s})
-
-
-def _is_rate(name: str, value: object) -> bool:
-    least, most = _SECONDS_BOUNDS if name == "op_s" else _BOUNDS
-    return isinstance(value, float) and least <= value <= most
 
 
 def measure_mixer_rates(num_threads: int, read_weights: Run) -> MixerRates:

@@ -1,18 +1,16 @@
 """What was measured of a GPU's steps of one row. `gpu_rates.py` measures it."""
 
 import math
-from dataclasses import dataclass, fields, replace
-from typing import Final, Self
+from dataclasses import dataclass, replace
+from typing import ClassVar, Final, Self
 
-_SECONDS_BOUNDS: Final = (1e-8, 1e-2)  # that a launch may take
-_REQUEST_BOUNDS: Final = (0.0, 1e-2)
-_BYTES_BOUNDS: Final = (1e6, 1e14)  # a second
-_OPS_BOUNDS: Final = (1e6, 1e17)
-_UNSAID: Final = ("launch_s", "row_bytes_per_s")  # which times may not say
+from coldstream.kernels.rate_record import RateRecord
+
+_SECONDS: Final = (1e-8, 1e-2)  # that a launch may take
 
 
 @dataclass(frozen=True)
-class StepRates:
+class StepRates(RateRecord):
     """Of steps of one row. Bytes are those of experts of MEASURED_TYPE. None: times do not say it.
 
     launch_s: of a launch in a graph, beside its bytes. row_bytes_per_s: experts in the GPU's memory.
@@ -24,6 +22,15 @@ class StepRates:
     additions of a prompt's dense product.
     """
 
+    bounds: ClassVar = (1e6, 1e14)  # bytes a second
+    bounds_of: ClassVar = {
+        "launch_s": _SECONDS,
+        "queue_s": _SECONDS,
+        "request_s": (0.0, 1e-2),
+        "prompt_ops_per_s": (1e6, 1e17),
+    }
+    unsaid: ClassVar = ("launch_s", "row_bytes_per_s")  # by times
+
     launch_s: float | None
     row_bytes_per_s: float | None
     row_bus_alone: float
@@ -34,22 +41,6 @@ class StepRates:
     misses_beside: float
     queue_s: float
     prompt_ops_per_s: float
-
-    @classmethod
-    def parsed(cls, document: object) -> Self | None:
-        """Of the JSON object that `asdict` gave; None if it is none, or has absurd values."""
-        if not isinstance(document, dict) or document.keys() != {each.name for each in fields(cls)}:
-            return None
-        if (document["launch_s"] is None) != (document["row_bytes_per_s"] is None):
-            return None
-        is_unsaid = document["launch_s"] is None
-        rates = {name: value for name, value in document.items() if not (is_unsaid and name in _UNSAID)}
-        return cls(**document) if all(_is_rate(*each) for each in rates.items()) else None
-
-    @property
-    def is_sane(self) -> bool:
-        """Whether a machine may have these, so that they are worth keeping."""
-        return self.parsed(vars(self)) is not None
 
     def better(self, other: "StepRates") -> Self:
         """This one, with what was better in another measurement of the same machine."""
@@ -72,13 +63,3 @@ class StepRates:
             queue_s=min(self.queue_s, other.queue_s),
             prompt_ops_per_s=max(self.prompt_ops_per_s, other.prompt_ops_per_s),
         )
-
-
-def _is_rate(name: str, value: object) -> bool:
-    if name == "request_s":
-        least, most = _REQUEST_BOUNDS
-    elif name in ("launch_s", "queue_s"):
-        least, most = _SECONDS_BOUNDS
-    else:
-        least, most = _OPS_BOUNDS if name == "prompt_ops_per_s" else _BYTES_BOUNDS
-    return isinstance(value, float) and least <= value <= most
