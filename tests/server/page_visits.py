@@ -73,6 +73,12 @@ _STORED = """() => new Promise((stored, failed) => {
 })"""
 
 
+# In the first frame observers of sizes are called after this; what they change is drawn in the second.
+_DRAWN = """async () => {
+    for (const _ of [1, 2]) await new Promise(done => requestAnimationFrame(done));
+}"""
+
+
 @dataclass
 class Visit:
     """A page under way, and what it did."""
@@ -90,13 +96,21 @@ class Visit:
         self.requests.append(request.url)
 
     def reload(self) -> None:
-        """Loads the page again, once all is stored: else the browser gives up what is not.
+        """Loads the page again, once all is stored: else the browser gives up what is not."""
+        self.stored()
+        self.page.evaluate(_STORED)
+        self.page.reload()
+
+    def stored(self) -> None:
+        """Waits until all that was said is stored.
 
         The page writes one state of a conversation after the other, so some may not have begun yet.
         """
         expect(self.page.locator("#conversations[aria-busy=true]")).to_have_count(0)
-        self.page.evaluate(_STORED)
-        self.page.reload()
+
+    def drawn(self) -> None:
+        """Waits until the page has drawn itself, and so has observed new sizes."""
+        self.page.evaluate(_DRAWN)
 
     def say(self, text: str) -> None:
         """With the keyboard alone: the message has the focus when the page is there."""
@@ -228,6 +242,8 @@ class Relay:
             return
         reader_there, writer_there = await asyncio.open_connection("127.0.0.1", self._port)
         self._open |= {writer, writer_there}
+        if self._is_down:  # since it was looked at
+            self._drop()
         await asyncio.gather(_copy(reader, writer_there), _copy(reader_there, writer))
         self._open -= {writer, writer_there}
 

@@ -179,6 +179,7 @@ def test_the_page_follows_the_answer_unless_the_reader_is_elsewhere(visit: Open,
         assert scroller.evaluate(rest) < 2
         answer.end()
         each.answered()
+        each.drawn()
         assert scroller.evaluate(rest) < 2
         expect(each.button("To the end")).to_be_hidden()
 
@@ -213,12 +214,13 @@ def test_markdown_is_shown_and_nothing_in_it_can_do_harm(visit: Open, author: Au
         for shown in ("javascript:alert(1)", "data:text/html", "<img src=x", "<script>alert(2)"):
             expect(text).to_contain_text(shown)
         assert text.locator("img, script, [style]").count() == 0
-        each.button("Copy code").click()
-        expect(each.button("Copied")).to_be_visible()
-        assert each.page.evaluate("navigator.clipboard.readText()") == 'print("<b>")'
-        each.button("Copy message").last.click()
-        expect(each.button("Copied")).to_have_count(2)
-        assert each.page.evaluate("navigator.clipboard.readText()") == MARKDOWN
+        each.page.clock.install()  # a button says so for a moment, which may be over before it is looked at
+        for name, copied in (("Copy code", 'print("<b>")'), ("Copy message", MARKDOWN)):
+            each.button(name).last.click()
+            expect(each.button("Copied")).to_be_visible()
+            assert each.page.evaluate("navigator.clipboard.readText()") == copied
+            each.page.clock.run_for(1500)
+            expect(each.button("Copied")).to_have_count(0)
         assert each.texts[0] == "<b>show</b> **it**"  # own messages as they were typed
         assert each.complaints == []
 
@@ -318,14 +320,14 @@ def test_two_tabs_never_overwrite_each_others_conversations(visit: Open, author:
             answer.end()
             visited.page.bring_to_front()
             visited.answered()
+            visited.stored()
         expect(one.kept).to_have_count(2)
         expect(one.kept.filter(has_text="(copy)")).to_have_count(1)
         texts = set()
-        for index in range(2):
-            one.kept.nth(index).click()
-            expect(one.page.locator("#conversations .current .open")).to_have_text(
-                one.kept.nth(index).inner_text()
-            )
+        for title in ("from one", "from one (copy)"):
+            # By its title, as the order is that of what each tab stored last.
+            one.page.locator("#conversations").get_by_role("button", name=title, exact=True).click()
+            expect(one.page.locator("#conversations .current .open")).to_have_text(title)
             texts.add(tuple(one.texts[4:]))
         assert texts == {("at once", "third answer"), ("at once too", "third answer")}
 
@@ -458,12 +460,8 @@ def test_an_answer_goes_on_while_another_conversation_is_read(visit: Open, autho
         expect(each.kept).to_have_text(["quick", "slow"])
         each.kept.filter(has_text="slow").focus()
         answer.write(", and ended")
-        each.page.evaluate(
-            """async () => {
-                await fetch('/health');
-                for (const _ of [1, 2]) await new Promise(done => requestAnimationFrame(done));
-            }"""
-        )
+        each.page.evaluate("fetch('/health')")
+        each.drawn()
         assert each.texts == ["quick", "done"]
         answer.end()
         expect(each.kept).to_have_text(["slow", "quick"])
@@ -539,6 +537,7 @@ def test_a_phone_shows_send_and_stop_and_needs_no_sideways_scrolling(
         expect(page.locator(".message.assistant table")).to_be_visible()
         for size in (PHONE, UNDER_KEYBOARD):
             page.set_viewport_size(size)  # type: ignore[arg-type]
+            each.drawn()
             for name in ("Send", "Stop"):
                 box = each.button(name).bounding_box()
                 assert box is not None
