@@ -10,7 +10,7 @@ from builders import SMALL, make_model, write_model
 from coldstream.errors import UnsupportedError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.indexer.records import INDEXED_BLOCK_SIZES
-from coldstream.kernels.ops import Activation, RouterSpec
+from coldstream.kernels.ops import Activation, NgramHash, RouterSpec
 from coldstream.models.read_spec import read_spec
 from coldstream.models.spec.hyperparameters import Hyperparameters
 from coldstream.models.spec.kernel_support import check_kernels
@@ -22,6 +22,7 @@ from coldstream.models.spec.layer_specs import (
     IndexerSpec,
     LayerSpec,
     MoeSpec,
+    NgramSpec,
 )
 from coldstream.models.spec.model_spec import ModelSpec
 from specs import with_layers
@@ -115,6 +116,30 @@ def test_norms_of_outputs(opened: Opened) -> None:
         check("none", post_norms=True, hyper_connections=HyperConnectionSpec(4, 16))
     with pytest.raises(UnsupportedError, match="supported: outputs that are normed"):
         check("none", output_scale=True)
+
+
+def test_biases_of_experts_and_ngrams_want_the_streams_that_their_kernels_write(opened: Opened) -> None:
+    """Kernels add biases to one residual stream without norms of outputs, and n-grams to several."""
+    spec, keys = opened
+    unit = {"activation": Activation("clamped swiglu", 7.0), "shared": "none"}
+    hashing = NgramHash((3, 5, 7), (11, 13), (0, 11), 2, 1)
+    streams, ngram = HyperConnectionSpec(4, 16), NgramSpec(hashing, 8, 0, 4)
+
+    def check(bias: bool, **changes: Any) -> None:
+        layers = with_layers(spec, MoeSpec, bias=bias, **unit).layers
+        check_kernels(tuple(replace(layer, **changes) for layer in layers), keys)
+
+    check(True)
+    check(False, post_norms=True)
+    check(False, hyper_connections=streams, ngram=ngram)
+    one_stream = "expert bias True, supported: biases before one residual stream, and no norms of outputs"
+    for changes in ({"hyper_connections": streams}, {"post_norms": True}):
+        with pytest.raises(UnsupportedError, match=one_stream):
+            check(True, **changes)
+    with pytest.raises(
+        UnsupportedError, match=r"n-grams NgramSpec.*, supported: n-grams before hyper-connected"
+    ):
+        check(False, ngram=ngram)
 
 
 def test_layers_of_a_kind_are_alike_but_for_attention(opened: Opened) -> None:

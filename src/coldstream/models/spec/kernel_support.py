@@ -92,6 +92,12 @@ def _norm_fields(layer: LayerSpec) -> Iterator[_LayerField]:
     is_normed = layer.post_norms or (shared != "parallel" and not layer.output_scale)
     supported = "outputs that are normed"
     yield _LayerField("parallel network or scale", shared, is_normed, supported)
+    has_biases = isinstance(layer.ffn, MoeSpec) and layer.ffn.bias
+    is_added = not has_biases or (is_one_stream and not layer.post_norms)
+    supported = "biases before one residual stream, and no norms of outputs"
+    yield _LayerField("expert bias", has_biases, is_added, supported)
+    is_mixed = layer.ngram is None or not is_one_stream
+    yield _LayerField("n-grams", layer.ngram, is_mixed, "n-grams before hyper-connected layers")
 
 
 def _check_alike(layers: Sequence[LayerSpec], keys: Hyperparameters) -> None:
