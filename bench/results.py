@@ -1,5 +1,6 @@
 """Where figures go: a JSON document per result, with the commit and the day of the measurement."""
 
+import argparse
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,12 @@ def write_result(result: Mapping[str, Any], path: Path | None, commit_name: str 
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(stamped, indent=1) + "\n")
     print(json.dumps(stamped), flush=True)
+
+
+def add_result_options(parser: argparse.ArgumentParser, default: Path | None = None) -> None:
+    """Adds where `write_result` writes, `default` unless it is said, and the commit that it names."""
+    parser.add_argument("--out", type=Path, default=default, help="also write the result here, as JSON")
+    parser.add_argument("--commit", help="of these sources, where they are without their repository")
 
 
 def _git(*arguments: str) -> str:

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from bench.engine.gpu_hybrid import budget_with
 from bench.engine.versus_commit import DEMO_VRAM, Commit, gpu_name, other_commit
-from bench.results import commit
+from bench.results import add_result_options, commit
 from coldstream.assets import demo_model_path
 from coldstream.kernels import _csrc
 from coldstream.kernels.cuda.device import find_gpu
@@ -78,8 +78,7 @@ def main() -> int:
     )
     parser.add_argument("--against", required=True, metavar="COMMIT")
     parser.add_argument("--old", type=Path, help="a checkout of that commit, with its extension")
-    parser.add_argument("--commit", help="of these sources, where there is no repository")
-    parser.add_argument("--out", type=Path)
+    add_result_options(parser)
     options = parser.parse_args()
     name = options.commit or commit()
     words = ("python", "-m", "bench.engine.commit_bits", "--against", options.against)

@@ -29,7 +29,7 @@ from bench.engine.plan_forecast import compared, line
 from bench.full_size_mixes import PLAIN
 from bench.full_size_model import FULL_SHAPE, FullSizeWriter
 from bench.peers.family_speed import PARTS, write_part
-from bench.results import write_result
+from bench.results import add_result_options, write_result
 from coldstream.engine import LLM
 from coldstream.engine.benchmark import BenchmarkTest, run_benchmark
 from coldstream.placement.cost import decode_seconds_on_cpu
@@ -176,8 +176,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--cpu-time", action="store_true", help="of one thread")
     parser.add_argument("--folder", type=Path, help="for the files, which are removed again")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="instead, where the files stay")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
+    add_result_options(parser)
     return parser
 
 

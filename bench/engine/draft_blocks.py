@@ -26,7 +26,7 @@ from bench.engine.gpu import write_model
 from bench.engine.versus_commit import Commit, Measured, Worker, compared, other_commit
 from bench.random_drafter import PUBLISHED
 from bench.random_drafter import write as write_drafter
-from bench.results import ROOT, commit, write_result
+from bench.results import ROOT, add_result_options, commit, write_result
 from coldstream.assets import demo_drafter_path, demo_model_path
 
 LAYERS, VOCAB = 4, 32_768  # of the target
@@ -128,8 +128,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--repeats", type=int, default=50, help="drafts of a run")
     parser.add_argument("--small", type=Path, default=Path("four-layers.gguf"))
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
-    parser.add_argument("--out", type=Path)
+    add_result_options(parser)
     options = parser.parse_args()
     words = ["python", "-m", "bench.engine.draft_blocks", "--against", options.against]
     words += ["--device", options.device, "--kinds", *options.kinds, "--pairs", str(options.pairs)]

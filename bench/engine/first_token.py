@@ -31,7 +31,7 @@ from bench.device import describe
 from bench.engine.gpu import write_model
 from bench.full_size_model import FULL_SHAPE
 from bench.peers.gpu_peer_library import buffer_sizes
-from bench.results import ROOT, write_result
+from bench.results import ROOT, add_result_options, write_result
 
 STARTS = 3
 # Of 40 layers: the experts of six others and the rest of the model fit beside its buffers into 6 GiB.
@@ -149,8 +149,7 @@ def main() -> int:
     parser.add_argument("--vram", default="6G")
     parser.add_argument("--peer", help="llama.cpp's llama-completion, with the backends beside it")
     parser.add_argument("--peer-cpu-moe", type=int, default=PEER_CPU_LAYERS, help="its --n-cpu-moe")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="of these sources, where there is no repository")
+    add_result_options(parser)
     options = parser.parse_args()
     write_model(options.model, FULL_SHAPE.layers, FULL_SHAPE.vocab)
     compileall.compile_dir(ROOT / "src", quiet=1)

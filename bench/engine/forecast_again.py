@@ -30,7 +30,7 @@ from bench.engine.plan_forecast import Work, compared, expected
 from bench.full_size_forecast import hardware_of, mean_context, steps_of
 from bench.full_size_mixes import MIXES, PLAIN, Mix
 from bench.full_size_model import FULL_SHAPE, FullSizeWriter
-from bench.results import ROOT, write_result
+from bench.results import ROOT, add_result_options, write_result
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.experts.step_rates import StepRates
 from coldstream.kernels.mixer_rates import MixerRates
@@ -365,8 +365,7 @@ def arguments(description: str | None = __doc__) -> argparse.ArgumentParser:
     )
     parser.add_argument("results", nargs="+", type=Path, help="JSON files")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for headers, which stay there")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
+    add_result_options(parser)
     return parser
 
 

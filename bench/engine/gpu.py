@@ -20,7 +20,7 @@ from typing import Any
 from bench.device import describe, measure_bandwidth
 from bench.full_size_mixes import PLAIN, Mix
 from bench.full_size_model import FULL_SHAPE, FullSizeWriter
-from bench.results import ROOT, write_result
+from bench.results import ROOT, add_result_options, write_result
 from coldstream.engine import LLM, SamplingParams
 from coldstream.engine.benchmark import BenchmarkTest, run_benchmark
 from coldstream.kvcache.cache import kv_token_bytes
@@ -167,7 +167,7 @@ def numbers(text: str) -> list[int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "gpu")
+    add_result_options(parser, ROOT / "docs" / "results" / "gpu")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--threads", type=int, default=2, help="for the bandwidth of --device cpu")
     parser.add_argument("--prompts", type=numbers, default=[168, 512, 2048, 8192])
@@ -176,7 +176,6 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--layers", type=int, default=FULL_SHAPE.layers, help="of a file that is written")
     parser.add_argument("--vocab", type=int, default=FULL_SHAPE.vocab, help="of a file that is written")
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
     options = parser.parse_args()
     print(table(run(options)))
     return 0

@@ -17,7 +17,7 @@ from typing import Any
 from bench.device import describe
 from bench.engine.gpu import FIRST_ID, write_model
 from bench.full_size_model import FULL_SHAPE
-from bench.results import ROOT, write_result
+from bench.results import ROOT, add_result_options, write_result
 from coldstream.engine import LLM, SamplingParams
 
 WARM_TOKENS = 16
@@ -86,8 +86,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--layers", type=int, default=FULL_SHAPE.layers)
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "gpu" / "ahead.json")
+    add_result_options(parser, ROOT / "docs" / "results" / "gpu" / "ahead.json")
     options = parser.parse_args()
     write_model(options.model, options.layers, FULL_SHAPE.vocab)
     ctx_size = max(options.depths) + WARM_TOKENS + options.tokens + 1

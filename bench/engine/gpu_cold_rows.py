@@ -34,7 +34,7 @@ from bench.device import describe
 from bench.engine.gpu import FIRST_ID, numbers, write_model
 from bench.engine.gpu_hybrid import GIB, Machine, plan_with
 from bench.full_size_model import FULL_SHAPE
-from bench.results import ROOT, write_result
+from bench.results import ROOT, add_result_options, write_result
 from coldstream import kvcache
 from coldstream.engine import LLM, EngineConfig
 from coldstream.gguf.reader import GGUFFile
@@ -204,8 +204,7 @@ def main() -> int:
     parser.add_argument("--prefetch", type=prefetch_of, default=0, help="experts of a layer, or auto")
     parser.add_argument("--old", type=Path, help="the older sources, with their extension built")
     parser.add_argument("--old-commit")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
+    add_result_options(parser)
     parser.add_argument("--kept", type=Path, help=argparse.SUPPRESS)  # of one side, in its own process
     options = parser.parse_args()
     if options.kept is not None:

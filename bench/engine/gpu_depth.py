@@ -25,7 +25,7 @@ import numpy as np
 from bench.device import describe
 from bench.engine.gpu import FIRST_ID, numbers, write_model
 from bench.full_size_model import FULL_SHAPE
-from bench.results import ROOT, write_result
+from bench.results import ROOT, add_result_options, write_result
 from coldstream import kvcache
 from coldstream.engine import LLM, OpenedModel, SamplingParams
 from coldstream.engine.engine import Engine
@@ -109,14 +109,13 @@ def fill(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "gpu" / "depth.json")
+    add_result_options(parser, ROOT / "docs" / "results" / "gpu" / "depth.json")
     parser.add_argument("--cache-type", choices=("i16", "i8", "i4", "i3"), default="i16")
     parser.add_argument(
         "--depths", type=numbers, default=[32768, 131072], help=f"one, or multiples of {CHUNK}"
     )
     parser.add_argument("--rows", type=numbers, default=[1, 8, 32, 64])
     parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
     options = parser.parse_args()
     if len(options.depths) > 1 and any(depth % CHUNK for depth in options.depths):
         parser.error(f"several depths are multiples of {CHUNK}")

@@ -24,7 +24,7 @@ from bench.device import describe
 from bench.engine.gpu import numbers, write_model
 from bench.full_size_forecast import SHORT_PROMPT, mean_context
 from bench.full_size_model import FULL_SHAPE
-from bench.results import ROOT, write_result
+from bench.results import ROOT, add_result_options, write_result
 from bench.runners import plan_with_workers
 from coldstream.decoding import SamplingParams
 from coldstream.engine import LLM, EngineConfig
@@ -286,13 +286,12 @@ def counts(text: str) -> list[int | Literal["auto"]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "gpu" / "hybrid.json")
+    add_result_options(parser, ROOT / "docs" / "results" / "gpu" / "hybrid.json")
     parser.add_argument("--experts", type=sizes, default=[0, 1.5, 3, 6, 10, 10.67, 15], help="GiB, then all")
     parser.add_argument("--depths", type=numbers, default=[0, 8192])
     parser.add_argument(
         "--prefetch", type=counts, default=["auto"], help="experts of a layer that come ahead, or auto"
     )
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
     options = parser.parse_args()
     write_result(run(options), options.out, options.commit)
     return 0

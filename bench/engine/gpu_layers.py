@@ -26,7 +26,7 @@ import numpy as np
 from bench.device import describe
 from bench.engine.gpu import FIRST_ID, numbers
 from bench.engine.gpu_depth import UNTIMED_STEPS, decode_step, generated, seconds_of
-from bench.results import ROOT, write_result
+from bench.results import ROOT, add_result_options, write_result
 from bench.runners import plan_with_workers
 from coldstream.engine import LLM, EngineConfig
 from coldstream.experts.cpu_share import layers_of_cpu
@@ -182,13 +182,12 @@ def command(options: argparse.Namespace) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "gpu" / "layers.json")
+    add_result_options(parser, ROOT / "docs" / "results" / "gpu" / "layers.json")
     parser.add_argument("--missing", type=numbers, default=[0, 16, 32, 48, 64], help="FFNs, of the 64")
     parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--prompts", type=numbers, default=[168, 512, 2048, 8192])
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--threads", type=int, help="of the CPU; by default those that the plan chooses")
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
     options = parser.parse_args()
     write_result(run(options), options.out, options.commit)
     return 0

@@ -29,7 +29,7 @@ import torch
 
 from bench.device import describe, measure_bandwidth
 from bench.engine.gpu import FIRST_ID
-from bench.results import ROOT, write_result
+from bench.results import ROOT, add_result_options, write_result
 from coldstream.engine import LLM
 from coldstream.models.footprint import bytes_per_token
 from coldstream.models.runner import ModelRunner
@@ -219,8 +219,7 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--depth", type=int, default=512, help="tokens before the steps")
     parser.add_argument("--rows", type=int, default=1, help="of a step; bytes are counted for one")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "gpu" / "profile.json")
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
+    add_result_options(parser, ROOT / "docs" / "results" / "gpu" / "profile.json")
     options = parser.parse_args()
     result = profile(options)
     write_result(result, options.out, options.commit)

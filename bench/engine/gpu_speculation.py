@@ -27,7 +27,7 @@ from bench.engine.gpu import numbers
 from bench.engine.stated_drafts import ACCEPTED, FIRST_ID, MAX_DEPTH, Acceptance, StatedDflash, StatedMtp
 from bench.full_size_model import APART, FULL_SHAPE, LIKE_NEIGHBOURS, FullSizeWriter
 from bench.random_drafter import write as write_drafter
-from bench.results import ROOT, write_result
+from bench.results import ROOT, add_result_options, write_result
 from coldstream.decoding import FixedSizes, SamplingParams, SizesByCost, Speculation, uses_between
 from coldstream.engine import LLM, OpenedModel
 from coldstream.kernels.cuda.contents import CudaArray
@@ -208,7 +208,7 @@ def command_of(options: argparse.Namespace) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "gpu" / "speculation.json")
+    add_result_options(parser, ROOT / "docs" / "results" / "gpu" / "speculation.json")
     parser.add_argument("--vram", nargs="+", default=["auto", "7G", "4G"], help="memory, one after the other")
     parser.add_argument("--budgets", type=numbers, default=[1, 2, 3, 4, 8, 16])
     parser.add_argument("--by", nargs="+", choices=BY, default=list(BY), help="what accepts drafts")
@@ -218,7 +218,6 @@ def main() -> int:
     parser.add_argument("--accepted", type=shares, help="of drafted tokens by depth; by default as published")
     parser.add_argument("--like-neighbours", action="store_true", help="of a file that is written")
     parser.add_argument("--tokens", type=int, default=TIMED_TOKENS, help="of a text that are timed")
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
     options = parser.parse_args()
     if (options.drafter == "dflash") != (options.model_draft is not None):
         parser.error("--drafter dflash has a file, --model-draft, and mtp has none")

@@ -27,7 +27,7 @@ import numpy as np
 from bench.device import describe
 from bench.engine.gpu import numbers, write_model
 from bench.full_size_model import FULL_SHAPE
-from bench.results import ROOT, write_result
+from bench.results import ROOT, add_result_options, write_result
 from bench.runners import open_model_file, partial_plan, resident_plan
 from coldstream.kernels.cuda.device import find_gpu
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS
@@ -201,7 +201,7 @@ def budgets(text: str) -> list[float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "gpu" / "streaming.json")
+    add_result_options(parser, ROOT / "docs" / "results" / "gpu" / "streaming.json")
     parser.add_argument("--experts", type=budgets, default=[0, 3, 10], help="GiB; all of them come first")
     parser.add_argument("--prompts", type=numbers, default=[168, 512, 2048, 8192])
     parser.add_argument("--ring", type=int, default=256, help="MiB")
@@ -214,7 +214,6 @@ def main() -> int:
         default=[],
         help="how long the CPU's threads poll between a prompt's requests, in turn, as in 0,5,0,5",
     )
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
     options = parser.parse_args()
     write_result(run(options), options.out, options.commit)
     return 0

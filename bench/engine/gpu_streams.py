@@ -29,7 +29,7 @@ from bench.device import describe
 from bench.engine.gpu import FIRST_ID, numbers, write_model
 from bench.engine.gpu_hybrid import GIB, TEXT_STEP, Machine, plan_with
 from bench.full_size_model import FULL_SHAPE, POPULAR_SHARE
-from bench.results import ROOT, write_result
+from bench.results import ROOT, add_result_options, write_result
 from coldstream.decoding import SamplingParams
 from coldstream.engine import LLM, EngineConfig
 from coldstream.engine.answer import Request
@@ -205,8 +205,7 @@ def main() -> int:
     parser.add_argument("--streams", type=numbers, default=[1, 4, 16, 32])
     parser.add_argument("--answers", type=numbers, default=[], help="whole ones, to prompts of these lengths")
     parser.add_argument("--shared-popularity", action="store_true", help="of a file that is written")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "gpu" / "streams.json")
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
+    add_result_options(parser, ROOT / "docs" / "results" / "gpu" / "streams.json")
     options = parser.parse_args()
     popular_share = POPULAR_SHARE if options.shared_popularity else 0.0
     write_model(options.model, FULL_SHAPE.layers, FULL_SHAPE.vocab, popular_share=popular_share)

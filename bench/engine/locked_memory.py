@@ -20,7 +20,7 @@ from cuda.bindings import driver
 
 from bench.device import describe
 from bench.peers.peer_tokens import random_tokens
-from bench.results import write_result
+from bench.results import add_result_options, write_result
 from coldstream.engine import EngineConfig, open_model
 from coldstream.engine.opened_model import OpenedModel
 from coldstream.planning.config import parse_size
@@ -100,8 +100,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512, help="tokens")
     parser.add_argument("--generate", type=int, default=128, help="tokens")
     parser.add_argument("--ctx-size", type=int, default=4096)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
+    add_result_options(parser)
     options = parser.parse_args()
     runs = [measure(options, locked) for locked in options.locked]
     texts = [run.pop("tokens") for run in runs]

@@ -31,7 +31,7 @@ from bench.device import describe
 from bench.engine.gpu import FIRST_ID
 from bench.engine.gpu_hybrid import GREEDY
 from bench.family_models import FLASH_NEXT_SHAPE
-from bench.results import write_result
+from bench.results import add_result_options, write_result
 from coldstream.engine import LLM, opened_model
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cpu_ops import CpuOps
@@ -194,8 +194,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--timed-tokens", type=int, default=96)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=600.0, help="after which no budget begins")
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
-    parser.add_argument("--out", type=Path)
+    add_result_options(parser)
     return parser
 
 

@@ -31,7 +31,7 @@ import numpy as np
 from cuda.bindings import driver
 
 from bench.device import describe, no_memory_left
-from bench.results import write_result
+from bench.results import add_result_options, write_result
 from coldstream.assets import demo_drafter_path, demo_model_path
 from coldstream.decoding import SamplingParams
 from coldstream.engine import LLM, EngineConfig, open_model
@@ -448,8 +448,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cycles", type=int, default=100)
     parser.add_argument("--refusals", type=int, default=20)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="of these sources, where there is no repository")
+    add_result_options(parser)
     options = parser.parse_args(arguments)
     found = measure(demo_kinds(), options.cycles, options.refusals)
     words = ["python", "-m", "bench.engine.open_close", "--cycles", str(options.cycles)]

@@ -27,7 +27,7 @@ from bench.engine.gpu import FIRST_ID, numbers
 from bench.engine.gpu_hybrid import GIB, GREEDY, budget_with
 from bench.full_size_mixes import MIXES, Mix, mix_named
 from bench.full_size_model import FULL_SHAPE, FullSizeWriter
-from bench.results import write_result
+from bench.results import add_result_options, write_result
 from coldstream.engine import LLM
 from coldstream.engine.benchmark import BenchmarkTest, run_benchmark
 from coldstream.kernels.cuda.device import find_gpu
@@ -217,8 +217,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--texts", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="for the files, which are removed again")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="instead, where the files stay")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
+    add_result_options(parser)
     return parser
 
 

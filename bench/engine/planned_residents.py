@@ -36,7 +36,7 @@ from bench.device import describe
 from bench.engine.gpu import write_model
 from bench.engine.gpu_hybrid import GIB, GREEDY, ROOM_BYTES
 from bench.full_size_model import FULL_SHAPE
-from bench.results import write_result
+from bench.results import add_result_options, write_result
 from bench.runners import open_cpu_runner, plan_with_workers, ram_needs
 from coldstream.assets import demo_model_path
 from coldstream.decoding import TokenChooser
@@ -275,8 +275,7 @@ def main() -> int:
     parser.add_argument("--experts", default="25%", help="in fast memory: GiB, or with %% a share of all")
     parser.add_argument("--texts", type=int, default=9)
     parser.add_argument("--threads", type=int, help="of the CPU; default: one a core")
-    parser.add_argument("--out", type=Path, help="the result; none is written without")
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
+    add_result_options(parser)
     options = parser.parse_args()
     if not options.model.exists():
         write_model(options.model, FULL_SHAPE.layers, FULL_SHAPE.vocab)

@@ -26,7 +26,7 @@ import numpy as np
 from bench.engine.disk_tier import forget_pages
 from bench.memory_limit import filled_memory, memory_limit
 from bench.peers.peer_tokens import random_tokens
-from bench.results import write_result
+from bench.results import add_result_options, write_result
 from coldstream.engine import EngineConfig, open_model
 from coldstream.engine.opened_model import OpenedModel
 from coldstream.placement.forecast import forecast
@@ -160,8 +160,7 @@ def main() -> None:
     parser.add_argument("--no-cgroup", action="store_true", help="check the memory of the process alone")
     parser.add_argument("--fill", action="store_true", help="take all other memory, instead of a cgroup")
     parser.add_argument("--worker", action="store_true", help="one run, in this process")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
+    add_result_options(parser)
     options = parser.parse_args()
     options.budgets, options.ram = options.ram, (options.ram or [None])[0]
     options.model = options.model.resolve()

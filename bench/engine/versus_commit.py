@@ -38,7 +38,7 @@ from bench.engine.commit_lines import GIB, LINES, Line, ServerLine, Setting
 from bench.engine.gpu import write_model
 from bench.engine.gpu_hybrid import budget_with
 from bench.full_size_model import FULL_SHAPE
-from bench.results import ROOT, commit
+from bench.results import ROOT, add_result_options, commit
 from bench.serving.load import Client, Meter, Texts, closed_loop
 from bench.serving.served import Served, served
 from coldstream.assets import demo_model_path
@@ -276,8 +276,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--small", type=Path, default=Path("four-layers.gguf"))
     parser.add_argument("--full", type=Path, default=Path("full.gguf"))
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
-    parser.add_argument("--out", type=Path)
+    add_result_options(parser)
     options = parser.parse_args()
     stamp = {
         "commit": options.commit or commit(),

@@ -27,7 +27,7 @@ from bench.device import describe
 from bench.engine.gpu import FIRST_ID, write_model
 from bench.engine.gpu_hybrid import budget_with
 from bench.full_size_model import FULL_SHAPE
-from bench.results import write_result
+from bench.results import add_result_options, write_result
 from coldstream.decoding import SamplingParams
 from coldstream.engine import LLM, EngineConfig, open_model
 from coldstream.engine.opened_model import OwnParts
@@ -362,8 +362,7 @@ def main() -> int:
     parser.add_argument("--vram", nargs="+", default=["3G", "least"], help="budgets, or least")
     parser.add_argument("--tokens", type=int, default=Lengths.tokens)
     parser.add_argument("--load-s", type=float, default=Lengths.load_s, help="of the other program")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
+    add_result_options(parser)
     options = parser.parse_args()
     write_model(options.model, FULL_SHAPE.layers, FULL_SHAPE.vocab)
     begin = time.perf_counter()

@@ -11,11 +11,10 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.results import write_result
+from bench.results import add_result_options, write_result
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
 from coldstream.kernels.experts.cpu_rates import experts_of_rows, experts_run, random_weight
@@ -78,8 +77,7 @@ def main() -> int:
     parser.add_argument("--tiers", help="comma-separated; the machine's best if not given")
     parser.add_argument("--experts", type=int, default=128, help="more bytes than caches hold")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
+    add_result_options(parser)
     options = parser.parse_args()
     tiers = options.tiers.split(",") if options.tiers else _csrc.supported_tiers()[-1:]
     found = []

@@ -15,14 +15,13 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from bench.device import describe
 from bench.kernels.cpu_experts import HIDDEN, expert_bytes, layer, numbers
-from bench.results import write_result
+from bench.results import add_result_options, write_result
 from coldstream.kernels import _csrc
 
 RANKS, EXPERTS, LAYERS = 8, 64, 8
@@ -99,8 +98,7 @@ def main() -> int:
     parser.add_argument("--experts", type=numbers, default=[0, 1, 2, 3, 4, 6, 8])
     parser.add_argument("--ahead", type=numbers, default=[0, 1, 2], help="requests; 0: unexpected")
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
+    add_result_options(parser)
     options = parser.parse_args()
     rows = []
     for count in options.threads:

@@ -13,7 +13,6 @@ import sys
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ import torch
 from bench.device import describe, graph_seconds, measure_bandwidth
 from bench.engine.gpu import numbers
 from bench.kernels.gpu_integer_attention import CACHED_BYTES, Layer
-from bench.results import ROOT, write_result
+from bench.results import ROOT, add_result_options, write_result
 from coldstream.kernels.attention.arguments import AttentionShape
 from coldstream.kernels.attention.cache_types import CACHE_TYPES
 from coldstream.kernels.attention.workspace_sizes import SPLIT_ROWS
@@ -113,8 +112,7 @@ def main() -> int:
     parser.add_argument("--types", type=lambda text: text.split(","), default=["i16", "i8"])
     parser.add_argument("--rows", type=numbers, default=[1, 8, 2048])
     parser.add_argument("--depths", type=numbers, default=[8192, 32768])
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "gpu" / "indexer.json")
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
+    add_result_options(parser, ROOT / "docs" / "results" / "gpu" / "indexer.json")
     options = parser.parse_args()
     torch.manual_seed(0)
     bandwidth = measure_bandwidth("cuda", 0)

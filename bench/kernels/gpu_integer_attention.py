@@ -12,14 +12,13 @@ heads of gemma4 instead.
 import argparse
 import sys
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.device import describe, graph_seconds, measure_bandwidth
 from bench.engine.gpu import numbers
-from bench.results import ROOT, write_result
+from bench.results import ROOT, add_result_options, write_result
 from coldstream.kernels.attention.arguments import (
     AttentionShape,
     DecodeWorkspace,
@@ -138,8 +137,7 @@ def main() -> int:
     parser.add_argument("--depths", type=numbers, default=list(DEPTHS))
     parser.add_argument("--head-dim", type=int, default=256)
     default = ROOT / "docs" / "results" / "gpu" / "attention_shares.json"
-    parser.add_argument("--out", type=Path, default=default)
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
+    add_result_options(parser, default)
     options = parser.parse_args()
     torch.manual_seed(0)
     bandwidth = measure_bandwidth("cuda", 0)

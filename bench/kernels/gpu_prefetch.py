@@ -20,7 +20,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ import torch
 from bench.device import captured, describe, graph_seconds
 from bench.full_size_model import FULL_SHAPE
 from bench.kernels.prefetch_layers import NUM_LAYERS, Layers, expert_bytes, make_layers, matrices_of
-from bench.results import ROOT, write_result
+from bench.results import ROOT, add_result_options, write_result
 from coldstream.experts.executor import PartialExecutor
 from coldstream.experts.prefetch import Prefetching
 from coldstream.kernels.cuda.array import ALIGNMENT, DeviceArray
@@ -347,8 +346,7 @@ def run() -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "gpu" / "prefetch.json")
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
+    add_result_options(parser, ROOT / "docs" / "results" / "gpu" / "prefetch.json")
     options = parser.parse_args()
     write_result(run(), options.out, options.commit)
     return 0

@@ -19,7 +19,6 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ import torch
 
 from bench.device import describe, graph_seconds
 from bench.kernels.random_blocks import random_blocks
-from bench.results import write_result
+from bench.results import add_result_options, write_result
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.array import DeviceArray
@@ -147,8 +146,7 @@ def main() -> None:
     parser.add_argument("--types", nargs="+", default=[kind.name for kind in sorted(INTEGER_TYPES)])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 512, 2048])
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit")
+    add_result_options(parser)
     options = parser.parse_args()
     print(f"{'case':8} {'type':8} {'rows':>5} {'µs':>9} {'Q4_K':>9} {'ratio':>6} {'bytes':>6}")
     results = []

@@ -12,7 +12,6 @@ import argparse
 import os
 import shlex
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ import torch
 
 from bench.device import describe
 from bench.kernels.random_blocks import random_blocks
-from bench.results import write_result
+from bench.results import add_result_options, write_result
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
 from coldstream.kernels.cuda.activations import Activations
@@ -111,8 +110,7 @@ def run_experts(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--types", nargs="+", default=[kind.name for kind in sorted(INTEGER_TYPES)])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit")
+    add_result_options(parser)
     options = parser.parse_args()
     runtime = _csrc.Runtime(len(os.sched_getaffinity(0)))
     counts: dict[str, dict[str, int]] = {}

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ import numpy as np
 from bench.device import describe
 from bench.full_size_forecast import TYPED_SIZES
 from bench.kernels.gpu_types import dense_case, experts_case, new_ops
-from bench.results import write_result
+from bench.results import add_result_options, write_result
 from coldstream.kernels.cuda.device import find_gpu, measure_copy_bandwidth
 from coldstream.kernels.cuda.kernel_loading import KernelLoading
 from coldstream.kernels.cuda.link import measure_handshake, measure_link, measure_products
@@ -229,8 +228,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
+    add_result_options(parser)
     options = parser.parse_args()
     clock = Clock()
     result = measured(clock)

@@ -20,7 +20,7 @@ from typing import Any
 from bench.family_models import FAMILIES, Qwen4ExpWriter
 from bench.full_size_model import CodeShares
 from bench.peers.weight_types import IK_LLAMA_CPP, LLAMA_CPP, Peer, about, line, measure_file
-from bench.results import commit, write_result
+from bench.results import add_result_options, commit, write_result
 from coldstream.placement.hardware import Hardware
 
 NO_LOCALITY = CodeShares(slow=0.0, fast=0.0, own=1.0)
@@ -103,9 +103,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tier", default="auto", help="of our kernels: avx2, avx512, …")
     parser.add_argument("--samples", type=int, default=7)
-    parser.add_argument("--commit", help="of these sources, where there is no repository")
     parser.add_argument("--folder", type=Path, help="for the files, which are removed again")
-    parser.add_argument("--out", type=Path)
+    add_result_options(parser)
     return parser
 
 

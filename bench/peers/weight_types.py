@@ -35,7 +35,7 @@ from bench.engine.versus_commit import median_interval
 from bench.peers.versus_llama_cpp import Side
 from bench.random_blocks import SCALES
 from bench.random_model import SMALL_SHAPE, RandomModelWriter, Shape
-from bench.results import ROOT, commit, write_result
+from bench.results import ROOT, add_result_options, commit, write_result
 from bench.runners import open_cpu_runner
 from coldstream.gguf.quant_types import QuantType
 from coldstream.placement.hardware import Hardware, affinity, measure_read_bandwidth
@@ -382,9 +382,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tuned", type=Path, help="an earlier result, whose settings of peers are taken for its files"
     )
-    parser.add_argument("--commit", help="of these sources, where there is no repository")
     parser.add_argument("--folder", type=Path, help="for the files, which are removed again")
-    parser.add_argument("--out", type=Path)
+    add_result_options(parser)
     return parser
 
 

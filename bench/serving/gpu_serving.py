@@ -25,7 +25,7 @@ import httpx2
 from bench.device import describe
 from bench.engine.gpu import numbers, write_model
 from bench.full_size_model import FULL_SHAPE
-from bench.results import ROOT, commit, write_result
+from bench.results import ROOT, add_result_options, commit, write_result
 from bench.serving.conversations import Turn, figures
 from bench.serving.served import TEMPLATE, Served, served
 from bench.serving.serving_equality import alone, together, wishes
@@ -150,8 +150,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--layers", type=int, default=FULL_SHAPE.layers, help="of a smaller file, for a trial")
     found.add_argument("--vocab", type=int, default=FULL_SHAPE.vocab)
     found.add_argument("--device", default="cuda")
-    found.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "gpu" / "serving.json")
-    found.add_argument("--commit", help="of these sources, where they are without their repository")
+    add_result_options(found, ROOT / "docs" / "results" / "gpu" / "serving.json")
     return found
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.results import write_result
+from bench.results import add_result_options, write_result
 from coldstream import LLM, SamplingParams
 from coldstream.assets import demo_drafter_path, demo_model_path
 from coldstream.decoding import Drafter, FixedSizes, Speculation, TokenTree
@@ -194,8 +194,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=300)
     parser.add_argument("--tokens", type=int, default=256, help="of an answer")
     parser.add_argument("--pairs", type=int, default=2, help="of a drafter and a size, for each prompt")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
+    add_result_options(parser)
     options = parser.parse_args()
     options.words = [
         word if not word.endswith(".gguf") else Path(word).name

@@ -47,7 +47,7 @@ from tree_cases import (
 )
 
 from bench.device import describe
-from bench.results import write_result
+from bench.results import add_result_options, write_result
 from bench.runners import ram_needs
 from coldstream.assets import demo_model_path
 from coldstream.errors import ColdstreamError
@@ -237,8 +237,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="of the CPU, where all is computed by it")
     parser.add_argument("--model", help="only this one, as the result names it")
-    parser.add_argument("--out", type=Path, help="the result; none is written without")
-    parser.add_argument("--commit", help="of these sources, where they are without their repository")
+    add_result_options(parser)
     options = parser.parse_args()
     cases = cuda_cases() if options.device == "cuda" else cpu_cases(options.threads)
     cases = [case for case in cases if options.model in (None, case.model.name)]

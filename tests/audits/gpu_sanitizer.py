@@ -26,7 +26,7 @@ from typing import Any
 
 from bench.cuda_sources import digests
 from bench.device import describe
-from bench.results import ROOT, write_result
+from bench.results import ROOT, add_result_options, write_result
 from tests.audits.gpu_tests import ONE_THREAD, OUTCOMES, count_tests, in_all
 
 TESTS = "tests/kernels"
@@ -152,9 +152,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes of a tool at a time")
     parser.add_argument("--gpus", type=int, default=1, help="among which processes are dealt out")
     parser.add_argument("--tool", choices=TOOLS, action="append", help="only this one; may be repeated")
-    parser.add_argument("--out", type=Path)
+    add_result_options(parser)
     parser.add_argument("tests", nargs="*", default=[TESTS], help="files or folders instead of all kernels'")
-    parser.add_argument("--commit", help="of these sources, where there is no repository")
     arguments = parser.parse_args()
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:

@@ -26,7 +26,7 @@ from xml.etree import ElementTree
 
 from bench.cuda_sources import digests
 from bench.device import describe
-from bench.results import ROOT, commit, write_result
+from bench.results import ROOT, add_result_options, commit, write_result
 
 # pytest-benchmark, where it is installed, warns beside pytest-xdist, and warnings are errors.
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:benchmark", "--durations=10")
@@ -95,9 +95,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time for each GPU")
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--out", type=Path)
+    add_result_options(parser)
     parser.add_argument("--add", action="store_true", help="to what --out has of other folders")
-    parser.add_argument("--commit", help="of these sources, where there is no repository")
     parser.add_argument("arguments", nargs="*", help="for pytest, such as tests/kernels, after --")
     options = parser.parse_args()
     before = json.loads(options.out.read_text()) if options.out and options.out.exists() else None
