@@ -226,6 +226,22 @@ def test_local_file(tmp_path: Path) -> None:
     assert resolve_model(str(path)) == path
 
 
+def test_a_file_whose_name_begins_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "~m.gguf").write_bytes(b"x")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "n.gguf").write_bytes(b"x")
+    assert resolve_model("~m.gguf") == resolve_model("./~m.gguf") == Path("~m.gguf")
+    assert resolve_model("~/n.gguf") == tmp_path / "home" / "n.gguf"
+
+
+def test_the_address_of_a_page_finds_what_its_name_does(server: HubServer, hub: Hub) -> None:
+    assert resolve_model(f"https://huggingface.co/{REPO}", hub=hub) == resolve_model(REPO, hub=hub)
+    assert resolve_model(f"hf.co/{REPO}/blob/main/{MODEL}", hub=hub, offline=True).name == MODEL
+    assert pull(f"hf.co/{REPO}:Q4_K_M", hub=hub).name == MODEL
+
+
 def test_folder_with_one_model(tmp_path: Path) -> None:
     for name in ("m-00001-of-00002.gguf", "m-00002-of-00002.gguf", "mmproj-m.gguf", "notes.txt"):
         (tmp_path / name).write_bytes(b"x")

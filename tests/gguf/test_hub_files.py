@@ -127,11 +127,37 @@ def test_gg14_accepted_paths_stay_inside(parts: list[str]) -> None:
     ],
 )
 def test_hub_names(name: str, repo: str, quant: str | None) -> None:
-    assert HubName.parse(name) == HubName(repo, quant)
+    parsed = HubName.parse(name)
+    assert parsed == HubName(repo, quant)
+    assert str(parsed) == name
+
+
+@pytest.mark.parametrize("host", ["https://huggingface.co/", "http://hf.co/", "huggingface.co/", "hf.co/"])
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [
+        ("o/r", "o/r"),
+        ("o/r/", "o/r"),
+        ("o/r:Q8_0", "o/r:Q8_0"),
+        ("o/r?library=x/y", "o/r"),
+        ("o/r#files", "o/r"),
+        ("o/r/tree/main", "o/r"),
+        ("o/r/tree/main/Q8_0", "o/r:Q8_0"),
+        ("o/r/blob/main/a/b.gguf", "o/r:a/b.gguf"),
+        ("o/r/resolve/main/b.gguf?download=true", "o/r:b.gguf"),
+    ],
+)
+def test_addresses_of_pages_are_names(host: str, page: str, name: str) -> None:
+    assert str(HubName.parse(host + page)) == name
 
 
 @pytest.mark.parametrize(
-    "name", ["", "o", "o/", "/r", "o/r/s", "../r", "o/..", "o/r:", "o/r:a b", "o r/s", "ö/r"]
+    "name",
+    [
+        *("", "o", "o/", "/r", "o/r/s", "../r", "o/..", "o/r:", "o/r:a b", "o r/s", "ö/r"),
+        *("hf.co/o", "https://hf.co/", "https://example.com/o/r", "hf.co/o/r/tree/other", "hf.co/../r"),
+        *("o/r/tree/main", "https://hf.co/hf.co/o/r"),
+    ],
 )
 def test_names_that_are_no_hub_names(name: str) -> None:
     assert HubName.parse(name) is None

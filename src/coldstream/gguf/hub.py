@@ -1,8 +1,8 @@
 """Model names → files on this machine, by way of the Hugging Face cache that other tools share.
 
-Unit of work: one name. A name is a path, or `org/repo[:QUANT]`; what is cached needs no network. Knows
-nothing of what is inside the files. The layout of the cache and tokens are the matter of
-`huggingface_hub`, which is imported only when a hub name is used; how a file gets there whole, of
+Unit of work: one name. A name is a path, or `org/repo[:QUANT]`, also as the address of its page; what is
+cached needs no network. Knows nothing of what is inside the files. The layout of the cache and tokens are the
+matter of `huggingface_hub`, which is imported only when a hub name is used; how a file gets there whole, of
 `hub_download.py`. Errors of `huggingface_hub` become coldstream's, with the next step.
 """
 
@@ -123,7 +123,7 @@ def resolve_model(
     if local := _local_model(name):
         return local
     hub_name = HubName.parse(name)
-    if hub_name is None or (name.lower().endswith(SUFFIX) and ":" not in name):
+    if hub_name is None or (hub_name.quant is None and hub_name.repo.lower().endswith(SUFFIX)):
         raise ModelNotFoundError(f"{name}: no such file; a model of the hub is written org/repo[:QUANT]")
     hub = hub or Hub()
     snapshot = RepoFolder(hub.folder(), hub_name.repo).snapshot()
@@ -148,7 +148,9 @@ def _why_not_cached(name: HubName, snapshot: Path, error: ModelNotFoundError) ->
 
 def _local_model(name: str) -> Path | None:
     try:
-        path = Path(name).expanduser()
+        path = Path(name)
+        if name.startswith("~") and not path.exists():
+            path = path.expanduser()
         if path.is_dir():
             models = group_models(entry.name for entry in path.iterdir())
             return path / choose_only(name, models).files[0]

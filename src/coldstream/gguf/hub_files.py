@@ -17,6 +17,9 @@ MAX_LISTED = 12
 _SIMILAR = 0.8  # a slip of one letter in five
 
 _HUB_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<quant>[\w./-]+))?", re.ASCII)
+# The address of a repository or of a file in it, as a browser or Ollama has it.
+_ADDRESS = re.compile(r"(?:https?://)?(?:huggingface\.co|hf\.co)/(?P<path>[^?#]+?)/?(?:[?#].*)?", re.ASCII)
+_PAGE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?:tree|blob|resolve)/main(?:/(?P<quant>[\w./-]+))?", re.ASCII)
 _SPLIT = re.compile(r"-(?P<number>\d{5})-of-(?P<count>\d{5})$")
 _QUANT = re.compile(
     r"(?:^|[-._])(?P<quant>(?:UD-)?(?:I?Q\d+_\w+?|TQ\d_\d|MXFP4(?:_[A-Z]+)?|NVFP4|BF16|F16|F32))(?=[-.]|$)",
@@ -33,10 +36,15 @@ class HubName:
     repo: str
     quant: str | None
 
+    def __str__(self) -> str:
+        return self.repo if self.quant is None else f"{self.repo}:{self.quant}"
+
     @classmethod
     def parse(cls, name: str) -> "HubName | None":
-        """The parts of `name`, or None if it isn't a hub name."""
-        match = _HUB_NAME.fullmatch(name)
+        """The parts of `name`, also of the address of a page of the hub; None if it is neither."""
+        address = _ADDRESS.fullmatch(name)
+        path = name if address is None else address["path"]
+        match = _HUB_NAME.fullmatch(path) or (address and _PAGE.fullmatch(path))
         if match is None or any(part.strip(".") == "" for part in match["repo"].split("/")):
             return None
         return cls(match["repo"], match["quant"])
