@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from builders import make_model, write_gguf, write_model
+from builders import SMALL, make_model, write_gguf, write_model
+from sidecar_files import make_whole, write_split
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -71,6 +72,25 @@ def test_a_model_of_another_architecture_is_shown_and_called_what_it_is(run: Run
     assert "cannot run" in out
     assert "llama" in out
     assert json.loads(run("show", str(path), "--json")[1])["spec"] is None
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_sidecar_is_shown_as_what_it_is(run: Run, tmp_path: Path, shares: bool) -> None:
+    _, _, path = write_split(
+        tmp_path, make_whole("qwen4exp", quant="F32", dims=SMALL, tokenizer=False), shares=shares
+    )
+    code, out, _ = run("show", path)
+    assert code == 0
+    for expected in (
+        "architecture  qwen4exp",
+        "none but block 4, for multi-token prediction (MTP)",
+        "a sidecar, which drafts for a model of 4 layers as its --model-draft",
+        "open the model's own file, with this one as --model-draft",
+    ):
+        assert expected in out
+    assert ("shares that model's embedding and head" in out) == shares
+    shown = json.loads(run("show", path, "--json")[1])
+    assert (shown["spec"], shown["sidecar_blocks"]) == (None, [4])
 
 
 def test_names_from_the_file_cannot_drive_the_terminal(run: Run, tmp_path: Path) -> None:

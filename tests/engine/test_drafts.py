@@ -253,7 +253,7 @@ def test_a_file_without_a_block_has_no_drafts_by_default(tiny: Pair) -> None:
     with LLM(path, device="cpu") as llm:
         assert llm.opened.plan.spec_type == "none"
         assert llm.generate("def", PARAMS["greedy"])[0].statistics.speculation is None
-    with pytest.raises(ConfigError, match="no block for multi-token prediction: try ngram"):
+    with pytest.raises(ConfigError, match="no block for multi-token prediction: name a file"):
         LLM(path, device="cpu", spec_type="mtp")
 
 

@@ -20,12 +20,15 @@ from coldstream.decoding import Drafter, FixedSizes, Speculation
 from coldstream.decoding.drafters import MtpDrafter, NgramDrafter
 from coldstream.engine import LLM, SamplingParams
 from coldstream.engine.opened_model import OpenedModel
+from coldstream.gguf.reader import GGUFFile
 from coldstream.kvcache import CacheSize
 from coldstream.models.cuda.runner import CudaRunner
+from coldstream.models.mtp.sidecar import join_sidecar
 from coldstream.models.runner_capacity import DraftMemory
 from coldstream.placement.controls import Controls, Moves
 from hash_runner import opened_with
 from random_controls import RandomSizes, moving_at_random
+from sidecar_files import make_whole, write_split
 from tree_plans import plan_with_trees
 
 CONTEXT = 192
@@ -81,9 +84,18 @@ def check_drafts(
     return sum(steps) / len(steps)
 
 
-def open_runner(path: Path, *, share: float | None, has_mtp: bool, streamed: float = 0.0) -> CudaRunner:
-    """With room for trees. The rest as for `plan_with_trees`."""
+def open_runner(
+    path: Path,
+    *,
+    share: float | None,
+    has_mtp: bool,
+    streamed: float = 0.0,
+    sidecar: str | None = None,
+) -> CudaRunner:
+    """With room for trees, and the block of a sidecar. The rest as for `plan_with_trees`."""
     file, spec = open_model_file(path)
+    if sidecar is not None:
+        spec = join_sidecar(file, spec, GGUFFile.open(sidecar))
     spec_type = "mtp" if has_mtp else "none"
     plan = plan_with_trees(
         file, spec, CONTEXT, SIZE, share, DraftMemory(has_mtp=has_mtp), spec_type, streamed
@@ -130,6 +142,22 @@ def test_drafts_on_the_host(tmp_path: Path, arch: str, has_mtp: bool, share: flo
             drafter = scripted(kind, plain, prompts, params, wants_hidden=has_mtp, num_tokens=12)
             tokens_per_step = check_drafts(plain, opened, drafter, prompts, params, 4)
             assert kind == "random" or tokens_per_step > 2
+
+
+@pytest.mark.sharded
+@pytest.mark.usefixtures("gpu")
+def test_a_block_in_a_file_of_its_own_drafts_on_the_host(tmp_path: Path) -> None:
+    """With several residual streams, and tokens that a CPU chose."""
+    _, trunk, sidecar = write_split(tmp_path, make_whole("qwen4exp", dims=SMALL_EXPERTS), shares=True)
+    params, prompt = replace(SEEDED, max_tokens=5, ignore_eos=True), [1, 2, 3, 1, 2]
+    with LLM(trunk, device="cpu", ctx_size=CONTEXT, spec_type="none") as plain:
+        (expected,) = plain.generate(prompt, params)
+    with open_runner(Path(trunk), share=None, has_mtp=True, sidecar=sidecar) as runner:
+        speculation = Speculation(MtpDrafter(runner.load_mtp().new_sequence()), FixedSizes(3))
+        llm = LLM.from_opened(replace(opened_with(runner, CONTEXT), speculation=speculation))
+        (found,) = llm.generate(prompt, params)
+    check_same(expected, found)
+    assert found.statistics.speculation.drafted > 3
 
 
 @pytest.mark.usefixtures("gpu")

@@ -8,7 +8,7 @@ import pytest
 
 from coldstream.errors import DownloadError, ModelNotFoundError
 from coldstream.gguf import hub as hub_module
-from coldstream.gguf.hub import Hub, list_cached, pull, resolve_model
+from coldstream.gguf.hub import Hub, list_cached, pull, resolve_model, resolve_sidecar
 from coldstream.gguf.hub_files import ModelFiles
 from hub_server import REPO, HubServer
 
@@ -61,6 +61,38 @@ def test_resolve_downloads_once_and_needs_no_network_afterwards(server: HubServe
     assert resolve_model(f"{REPO}:Q4_K_M", hub=hub, offline=True) == path
     assert resolve_model(f"{REPO}:{MODEL}", hub=hub) == path
     assert len(server.requests) == asked
+
+
+HEAD = "mtp-Tiny-Q4_K_M.gguf"
+
+
+def test_the_sidecar_of_a_model_is_downloaded_once(server: HubServer, hub: Hub) -> None:
+    resolve_model(REPO, hub=hub)
+    assert resolve_sidecar(REPO, hub=hub, offline=True) is None
+    path = resolve_sidecar(REPO, hub=hub)
+    assert path is not None
+    assert (path.name, path.read_bytes()) == (HEAD, server.files[HEAD])
+    asked = len(server.requests)
+    assert resolve_sidecar(REPO, hub=hub) == resolve_sidecar(f"{REPO}:Q4_K_M", hub=hub, offline=True) == path
+    assert len(server.requests) == asked
+    assert [model.paths[0].name for model in list_cached(hub)] == [MODEL]
+
+
+def test_a_model_without_a_sidecar_has_none(server: HubServer, hub: Hub) -> None:
+    del server.files[HEAD], server.listed[HEAD]
+    path = resolve_model(REPO, hub=hub)
+    assert resolve_sidecar(REPO, hub=hub) is None
+    assert resolve_sidecar(str(path), hub=hub) is None
+    server.status = 500
+    with pytest.raises(DownloadError, match="answered 500"):
+        resolve_sidecar(REPO, hub=hub)
+
+
+def test_a_sidecar_is_pulled_by_its_name(server: HubServer, hub: Hub) -> None:
+    path = pull(f"{REPO}:{HEAD}", hub=hub)
+    assert path.read_bytes() == server.files[HEAD]
+    assert resolve_model(f"{REPO}:{HEAD}", hub=hub, offline=True) == path
+    assert not list_cached(hub)
 
 
 def test_offline_means_no_request(server: HubServer, hub: Hub) -> None:
@@ -200,8 +232,8 @@ def test_a_model_removed_while_it_is_listed(hub: Hub, monkeypatch: pytest.Monkey
     path = pull(REPO, hub=hub)
     group = hub_module.group_models
 
-    def group_and_remove(paths: Iterable[str]) -> list[ModelFiles]:
-        models = group(paths)
+    def group_and_remove(paths: Iterable[str], named: str | None = None) -> list[ModelFiles]:
+        models = group(paths, named)
         path.unlink()
         return models
 

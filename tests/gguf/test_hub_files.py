@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coldstream.errors import DownloadError, ModelNotFoundError
-from coldstream.gguf.hub_files import HubName, check_relative, choose, enumerate_some, group_models
+from coldstream.gguf.hub_files import (
+    HubName,
+    check_relative,
+    choose,
+    choose_sidecar,
+    enumerate_some,
+    group_models,
+)
 
 UNSLOTH = [
     *("Qwen3.6-35B-A3B-UD-Q4_K_XL.gguf", "Qwen3.6-35B-A3B-UD-Q4_K_M.gguf", "Qwen3.6-35B-A3B-Q8_0.gguf"),
@@ -44,6 +51,32 @@ def chosen(name: str, paths: list[str]) -> tuple[str, ...]:
 )
 def test_quants_of_a_popular_repository(quant: str, file: str) -> None:
     assert chosen(f"org/repo{quant}", UNSLOTH)[0] == file
+
+
+@pytest.mark.parametrize(
+    ("model", "others", "expected"),
+    [
+        ("m-Q4_K_M.gguf", ["mtp-m-Q8_0.gguf", "mtp-m-Q4_K_M.gguf", "mtp-m.gguf"], "mtp-m-Q4_K_M.gguf"),
+        ("m-Q4_K_M.gguf", ["mtp-m-Q8_0.gguf", "mtp-m-Q4_0.gguf", "mtp-m-BF16.gguf"], "mtp-m-Q4_0.gguf"),
+        ("m-UD-Q2_K_XL.gguf", ["mtp-m-Q8_0.gguf", "mtp-m-BF16.gguf"], "mtp-m-Q8_0.gguf"),
+        ("Q8_0/m.gguf", ["mtp-m-Q8_0.gguf", "Q8_0/mtp-m.gguf", "Q4_0/mtp-m-Q8_0.gguf"], "Q8_0/mtp-m.gguf"),
+        ("Q8_0/m.gguf", ["mtp-m.gguf", "Q4_0/mtp-m.gguf"], "mtp-m.gguf"),
+        ("m-Q8_0.gguf", ["MTP/mtp-m-Q8_0.gguf", "m-MTP-Q8_0.gguf", "mtp-m-Q8_0.bin"], None),
+    ],
+)
+def test_a_sidecar_is_the_one_that_llama_cpp_takes(
+    model: str, others: list[str], expected: str | None
+) -> None:
+    """In the model's folder or around it, nearest first; of the same quant, or of about as many bits."""
+    (files,) = group_models([model])
+    for paths in ([model, *others], [*reversed(others), model]):
+        assert choose_sidecar(files, paths) == expected
+
+
+def test_a_lone_head_is_a_model_only_if_it_is_named() -> None:
+    paths = ["m-Q8_0.gguf", "MTP/mtp-m-Q8_0.gguf", "mmproj-F16.gguf"]
+    assert [model.files for model in group_models(paths)] == [("m-Q8_0.gguf",)]
+    assert [model.files for model in group_models(paths, paths[1])] == [(paths[1],), (paths[0],)]
 
 
 def test_the_exact_label_wins_over_the_dynamic_one() -> None:

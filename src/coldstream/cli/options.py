@@ -257,7 +257,8 @@ ENGINE_OPTIONS: Final = {
         "--model-draft",
         metavar="PATH",
         shell_complete=lambda *_: [CompletionItem("", type="file")],
-        help="A DFlash drafter for the model: a GGUF file, or a folder with safetensors and config.json.",
+        help="A drafter for the model: a GGUF file with its own block for multi-token prediction alone, or a "
+        "DFlash drafter, a GGUF file or a folder with safetensors and config.json.",
     ),
     "tree-budget": option(
         "--tree-budget",

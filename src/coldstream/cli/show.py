@@ -18,6 +18,7 @@ from coldstream.errors import UnsupportedError
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile, TensorInfo
 from coldstream.models.footprint import active_parameters, bytes_per_token, num_parameters
+from coldstream.models.mtp.sidecar import sidecar_blocks
 from coldstream.models.read_spec import read_spec
 from coldstream.models.spec.layer_specs import DenseFfnSpec
 from coldstream.models.spec.model_spec import ModelSpec
@@ -68,7 +69,7 @@ def _summary(file: GGUFFile, spec: ModelSpec | None, problem: str) -> dict[str, 
         "parameters": format_count(num_parameters(file.tensors.values())),
     }
     if spec is None:
-        return {**facts, "cannot run": problem}
+        return facts | _part_of_a_model(file) | {"cannot run": problem}
     windows = Counter(each.window for each in spec.attentions)
     counts = {
         "attention": windows.pop(None, 0),
@@ -91,6 +92,20 @@ def _summary(file: GGUFFile, spec: ModelSpec | None, problem: str) -> dict[str, 
         where = "" if len(spec.placed_layers) == spec.num_layers else f" in {len(spec.placed_layers)} layers"
         facts["experts"] = f"{spec.num_experts} a layer, {spec.num_experts_per_tok} a token{shared}{where}"
     return facts
+
+
+def _part_of_a_model(file: GGUFFile) -> dict[str, str]:
+    """What a sidecar is and what it is for; nothing of any other file."""
+    blocks = sidecar_blocks(file)
+    if not blocks:
+        return {}
+    shares = "token_embd.weight" not in file.tensors
+    return {
+        "architecture": str(file.metadata["general.architecture"]),
+        "layers": f"none but block {', '.join(map(str, blocks))}, for multi-token prediction (MTP)",
+        "holds": f"a sidecar, which drafts for a model of {blocks[0]} layers as its --model-draft"
+        + (", and shares that model's embedding and head" if shares else ""),
+    }
 
 
 def _type_rows(tensors: Mapping[str, TensorInfo]) -> list[dict[str, Any]]:
@@ -152,6 +167,7 @@ def _to_json(file: GGUFFile, spec: ModelSpec | None, problem: str, tensors: bool
         "parameters": num_parameters(file.tensors.values()),
         "spec": _spec_to_json(spec) if spec else None,
         "problem": problem or None,
+        "sidecar_blocks": [] if spec else sidecar_blocks(file),
         "warnings": _warnings(file, spec),
         "types": _type_rows(file.tensors),
         "metadata": {key: _plain(value) for key, value in file.metadata.readable.items()},

@@ -71,8 +71,9 @@ class LLM(Closing):
     - prefetch: most experts of a layer that a GPU fetches before they are chosen; auto: where that pays.
     - spec_type: what drafts tokens for the model to verify: mtp, dflash, ngram or none; auto: the drafter
       that is named, mtp where all of the model is held and it may pay, or none. No token depends on it.
-    - model_draft: a DFlash drafter: a GGUF file, or a folder with safetensors and config.json, which is
-      converted at its first use.
+    - model_draft: a drafter: a sidecar, which is a GGUF file with the model's own block for multi-token
+      prediction and without its layers, or a DFlash drafter: a GGUF file, or a folder with safetensors and
+      config.json, which is converted at its first use.
     - tree_budget: tokens of a draft; auto: as many as pay in each step.
     - parallel: whole contexts that there is memory for together, up to 64; auto: as many as an eighth of the
       memory holds. Prompts of a list share it, however many they are.

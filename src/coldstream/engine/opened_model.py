@@ -34,7 +34,6 @@ from coldstream.gguf.vocabulary import Vocabulary
 from coldstream.kernels.experts.executor import ExecutorFactory
 from coldstream.models.expert_stacks import placed_bytes
 from coldstream.models.load_runner import load_runner, lock_file
-from coldstream.models.read_spec import read_spec
 from coldstream.models.runner import ModelRunner
 from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.controls import Controls
@@ -45,7 +44,7 @@ from coldstream.placement.run_plan import RunPlan
 from coldstream.planning.choose import is_sure_to_map
 from coldstream.planning.config import EngineConfig
 from coldstream.planning.device_choice import OpenProgress, choose_device
-from coldstream.planning.draft_file import NOTHING_IS_DRAFTED, open_draft
+from coldstream.planning.draft_file import NOTHING_IS_DRAFTED, open_draft, open_target
 from coldstream.planning.gather import Sources, bundled_profile, plan_model
 from coldstream.planning.last_runs import keep_lock, keep_observed
 from coldstream.planning.machine import (
@@ -218,11 +217,11 @@ def open_model(
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     with ExitStack() as cleanup, compiling_for_rates(hardware) if measures else nullcontext():
         begin("reading the header")
-        file = cleanup.enter_context(GGUFFile.open(path))
-        spec = read_spec(file.metadata, file.tensors)
+        target = open_target(path, config, progress)
+        file, spec = cleanup.enter_context(target.file), target.spec
         sure = partial(is_sure_to_map, config, hardware, sum(file.shard_bytes) + prompt_cache_bytes)
         lock = cleanup.enter_context(_begin_lock(file, spec, sure, measures=measures, is_early=is_early))
-        with ThreadPoolExecutor(1) as beside, open_draft(config, spec, progress) as draft:
+        with ThreadPoolExecutor(1) as beside, open_draft(target, progress) as draft:
             begin_reading = partial(_begin_reading, config.device, file, beside)
             reading = None if is_early and has_rates else begin_reading()
             if config.device == "cuda":
@@ -249,7 +248,7 @@ def open_model(
             cleanup.enter_context(texts.chat_template)
             warnings += file_warnings(file, spec, texts.tokenizer.vocabulary)
             begin("preparing drafts")
-            speculation, problems = _speculation(planned.run, runner, draft.file, is_auto=is_auto)
+            speculation, problems = _speculation(planned, runner, draft.file, is_auto=is_auto)
         if not is_early:
             _finish_loading(planned, runner)
         cleanup.pop_all()
@@ -305,11 +304,12 @@ def _texts(tokenizer: Tokenizer, metadata: Mapping[str, Any], template_path: str
 
 
 def _speculation(
-    plan: RunPlan, runner: ModelRunner, drafter: "DflashFile | None", *, is_auto: bool
+    planned: Planned, runner: ModelRunner, drafter: "DflashFile | None", *, is_auto: bool
 ) -> tuple[Speculation | None, tuple[str, ...]]:
-    """What drafts by `plan`, and why nothing does. Raises as `open_speculation` unless `is_auto`."""
+    """What drafts by the plan, and why nothing does. Raises as `open_speculation` unless `is_auto`."""
+    plan, is_named = planned.run, planned.config.model_draft is not None
     try:
-        is_bounded = is_auto and plan.spec_type == "mtp" and plan.placement.tier == "ram"
+        is_bounded = is_auto and not is_named and plan.spec_type == "mtp" and plan.placement.tier == "ram"
         speculation = open_speculation(plan, runner, drafter, is_bounded=is_bounded)
     except (ModelFormatError, OutOfMemoryError) as error:
         if not is_auto:

@@ -21,12 +21,10 @@ from coldstream.engine.llm import LLM
 from coldstream.engine.opened_model import open_model
 from coldstream.errors import ConfigError, DeviceError, OutOfMemoryError, UnsupportedError
 from coldstream.gguf.hub import resolve_model
-from coldstream.gguf.reader import GGUFFile
-from coldstream.models.read_spec import read_spec
-from coldstream.models.spec.model_spec import ModelSpec
 from coldstream.placement.forecast import Forecast, forecast
 from coldstream.planning.config import EngineConfig
 from coldstream.planning.device_choice import OpenProgress, choose_device
+from coldstream.planning.draft_file import Target, open_target
 from coldstream.planning.gather import plan_by_name
 from coldstream.planning.planned import Planned
 
@@ -154,11 +152,11 @@ def verify(config: EngineConfig, seconds: float, progress: OpenProgress | None =
     """
     path = resolve_model(config.model, offline=config.offline, progress=progress)
     end = time.monotonic() + seconds
-    with GGUFFile.open(path) as file:
-        spec = read_spec(file.metadata, file.tensors)
+    target = open_target(path, config, progress)
+    with target.file as file:
         name = str(file.metadata.readable.get("general.name") or file.paths[0].stem)
         num_bytes = file.num_bytes
-    reference, *others = parts_of(replace(config, model=str(path)), spec, progress)
+    reference, *others = parts_of(replace(target, config=replace(config, model=str(path))), progress)
     runnable = [part for part in others if part.config is not None]
     slowness = 1 + sum(_slowness(part, reference) for part in runnable)
     with _Session(reference, progress) as session:
@@ -205,12 +203,12 @@ def difference(expected: Measured, found: Measured) -> str | None:
     return None
 
 
-def parts_of(config: EngineConfig, spec: ModelSpec, progress: OpenProgress | None = None) -> list[Part]:
+def parts_of(target: Target, progress: OpenProgress | None = None) -> list[Part]:
     """The parts for this machine, each with its plan or the reason why there is none; slow ones last.
 
     Raises what planning the first one raises.
     """
-    ctx_size = min(CTX_SIZE, spec.context_length)
+    config, ctx_size = target.config, min(CTX_SIZE, target.spec.context_length)
     plain = replace(config, ctx_size=ctx_size, spec_type="none", model_draft=None)
     on_cpu = replace(plain, device="cpu", vram="auto")
     no_gpu = ""
@@ -225,7 +223,7 @@ def parts_of(config: EngineConfig, spec: ModelSpec, progress: OpenProgress | Non
     parts = [
         Part(f"{device}, largest budget", first, planned),
         *_smaller_budgets(device, first, planned, progress),
-        replace(plan(f"{device}, drafts", _with_drafts(config, first, spec)), has_forecast=False),
+        replace(plan(f"{device}, drafts", _with_drafts(target, first)), has_forecast=False),
     ]
     if no_gpu:
         parts.append(Part("GPU", reason=no_gpu))
@@ -237,13 +235,17 @@ def parts_of(config: EngineConfig, spec: ModelSpec, progress: OpenProgress | Non
     return [*parts, one]
 
 
-def _with_drafts(config: EngineConfig, plain: EngineConfig, spec: ModelSpec) -> EngineConfig:
+def _with_drafts(target: Target, plain: EngineConfig) -> EngineConfig:
     """`plain` with the drafter that is named, else the model's own block, else n-grams.
 
     The size is fixed: drafts that do not pay would otherwise not be made, and nothing be checked.
     """
-    kind = "dflash" if config.model_draft is not None else "mtp" if spec.drafts_by_mtp else "ngram"
-    return replace(plain, spec_type=kind, model_draft=config.model_draft, tree_budget=DRAFT_TOKENS)
+    drafter, is_sidecar = target.config.model_draft, target.has_sidecar or bool(target.warnings)
+    if drafter is not None:
+        kind = "mtp" if is_sidecar else "dflash"
+    else:
+        kind = "mtp" if target.spec.drafts_by_mtp else "ngram"
+    return replace(plain, spec_type=kind, model_draft=drafter, tree_budget=DRAFT_TOKENS)
 
 
 def _planned_part(name: str, config: EngineConfig, progress: OpenProgress | None) -> Part:

@@ -32,6 +32,7 @@ from coldstream.gguf.hub_files import (
     check_relative,
     choose,
     choose_only,
+    choose_sidecar,
     group_models,
 )
 
@@ -128,13 +129,36 @@ def resolve_model(
     hub = hub or Hub()
     snapshot = RepoFolder(hub.folder(), hub_name.repo).snapshot()
     try:
-        cached = choose(hub_name, _models_below(snapshot))
+        cached = choose(hub_name, _models_below(snapshot, named=hub_name.quant))
     except ModelNotFoundError as error:
         if offline:
             problem = _why_not_cached(hub_name, snapshot, error)
             raise ModelNotFoundError(f"{problem}; run `coldstream pull {name}`") from None
         return pull(name, progress=progress, hub=hub)
     return snapshot / cached.files[0]
+
+
+def resolve_sidecar(
+    name: str, *, offline: bool = False, progress: Progress | None = None, hub: Hub | None = None
+) -> Path | None:
+    """The file of a block for multi-token prediction beside a cached model of the hub; None without one.
+
+    It is the one that llama.cpp takes (`choose_sidecar`), downloaded unless one is cached. Raises
+    `DownloadError` when the hub can't be reached or refuses.
+    """
+    hub_name = HubName.parse(name)
+    if hub_name is None or _local_model(name):
+        return None
+    hub = hub or Hub()
+    snapshot = RepoFolder(hub.folder(), hub_name.repo).snapshot()
+    model = choose(hub_name, _models_below(snapshot, named=hub_name.quant))
+    if cached := choose_sidecar(model, _files_below(snapshot)):
+        return snapshot / cached
+    if offline:
+        return None
+    with hub_errors(hub_name.repo, partial(_similar, hub, hub_name.repo)):
+        listed = choose_sidecar(model, _list_files(hub, hub_name.repo))
+    return pull(f"{hub_name.repo}:{listed}", progress=progress, hub=hub) if listed else None
 
 
 def _why_not_cached(name: HubName, snapshot: Path, error: ModelNotFoundError) -> str:
@@ -177,7 +201,7 @@ def pull(
     progress, notice = progress or _ignore, notice or _ignore
     with hub_errors(repo, partial(_similar, hub, repo)):
         listed = _list_files(hub, repo)
-        model = choose(hub_name, group_models(listed))
+        model = choose(hub_name, group_models(listed, hub_name.quant))
         remotes = [RemoteFile.ask(repo, file, listed[file], hub.endpoint) for file in model.files]
         folder = RepoFolder(hub.folder(), repo)
         if freed := folder.clean_up(file.sha256 for file in listed.values() if file.sha256):
@@ -213,12 +237,17 @@ def _describe(repo: str, model: ModelFiles, snapshot: Path) -> CachedModel:
     )
 
 
-def _models_below(snapshot: Path, with_vanished: bool = False) -> list[ModelFiles]:
-    """The models of a snapshot; `with_vanished` also those of links that lead nowhere."""
+def _models_below(snapshot: Path, with_vanished: bool = False, named: str | None = None) -> list[ModelFiles]:
+    """The models of a snapshot, and the file that is `named`; `with_vanished` also those of links that lead
+    nowhere.
+    """
+    return group_models(_files_below(snapshot, with_vanished), named)
+
+
+def _files_below(snapshot: Path, with_vanished: bool = False) -> Iterator[str]:
+    """The GGUF files of a snapshot, as paths in the repository."""
     paths = (path for path in snapshot.rglob("*") if path.suffix.lower() == SUFFIX)
-    return group_models(
-        path.relative_to(snapshot).as_posix() for path in paths if with_vanished or _has_bytes(path)
-    )
+    return (path.relative_to(snapshot).as_posix() for path in paths if with_vanished or _has_bytes(path))
 
 
 def _has_bytes(path: Path) -> bool:

@@ -27,6 +27,8 @@ _QUANT = re.compile(
 )
 # GGUF files that are parts of another model or by-products: vision towers, lone MTP heads, calibration data.
 _NOT_A_MODEL = re.compile(r"^mmproj|^mtp-|imatrix|[-_.]mmproj", re.ASCII | re.IGNORECASE)
+_SIDECAR = "mtp-"  # how llama.cpp's converter and its downloads begin the name of a lone MTP head
+_BITS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,14 @@ class ModelFiles:
         return f"{self.quant or self.files[0]}{missing}"
 
 
-def group_models(paths: Iterable[str]) -> list[ModelFiles]:
-    """The models in a listing of paths, sorted. Other files, such as mmproj files, are left out."""
+def group_models(paths: Iterable[str], named: str | None = None) -> list[ModelFiles]:
+    """The models in a listing of paths, sorted. Other files, such as mmproj files, are left out, but for the
+    one that is `named`.
+    """
     groups: dict[tuple[str, int], dict[int, str]] = {}
     for path in paths:
-        if not path.lower().endswith(SUFFIX) or _NOT_A_MODEL.search(PurePosixPath(path).name):
+        is_other = path != named and _NOT_A_MODEL.search(PurePosixPath(path).name)
+        if not path.lower().endswith(SUFFIX) or is_other:
             continue
         stem, number, count = path[: -len(SUFFIX)], 1, 1
         if split := _SPLIT.search(stem):
@@ -103,6 +108,35 @@ def choose(name: HubName, models: Sequence[ModelFiles]) -> ModelFiles:
         meant = _similar(wanted, [] if matches else models)
         raise ModelNotFoundError(f"{name.repo}: no complete {wanted}{meant}; there is {labels}")
     return matches[0]
+
+
+def choose_sidecar(model: ModelFiles, paths: Iterable[str]) -> str | None:
+    """The file of `paths` that llama.cpp takes for the block for multi-token prediction of a model, if any.
+
+    It lies in the model's folder or in one around it, the nearest first. Of several there, the one of the
+    model's quant is taken, or else one of about as many bits.
+    """
+    home = PurePosixPath(model.files[0]).parent
+    found = [
+        path
+        for path in map(PurePosixPath, paths)
+        if path.name.startswith(_SIDECAR)
+        and path.suffix.lower() == SUFFIX
+        and home.is_relative_to(path.parent)
+    ]
+
+    def rank(path: PurePosixPath) -> tuple[int, bool, int, str]:
+        quant = _quant_of(path.with_suffix(""))
+        depth = len(path.parent.parts)
+        return -depth, quant != model.quant, abs(_num_bits(quant) - _num_bits(model.quant)), str(path)
+
+    return str(min(found, key=rank)) if found else None
+
+
+def _num_bits(quant: str | None) -> int:
+    """The first number of a quant's name; 0 without one."""
+    match = _BITS.search(quant or "")
+    return int(match[0]) if match else 0
 
 
 def choose_only(folder: str, models: Sequence[ModelFiles]) -> ModelFiles:
@@ -139,11 +173,16 @@ def _similar(wanted: str, models: Sequence[ModelFiles]) -> str:
 
 
 def _model_of(stem: str, count: int, parts: dict[int, str]) -> ModelFiles:
-    found = [match["quant"].upper() for match in _QUANT.finditer(PurePosixPath(stem).name)]
-    folder = _QUANT.fullmatch(PurePosixPath(stem).parent.name)
-    quant = found[-1] if found else folder["quant"].upper() if folder else None
+    quant = _quant_of(PurePosixPath(stem))
     expected = tuple(parts[number] for number in range(1, count + 1) if number in parts)
     return ModelFiles(stem, quant, expected or tuple(parts.values()), count, len(expected))
+
+
+def _quant_of(stem: PurePosixPath) -> str | None:
+    """The quant that a file's name without its suffix gives, or else the folder's."""
+    found = [match["quant"].upper() for match in _QUANT.finditer(stem.name)]
+    folder = _QUANT.fullmatch(stem.parent.name)
+    return found[-1] if found else folder["quant"].upper() if folder else None
 
 
 def _matches(quant: str | None, models: Sequence[ModelFiles]) -> list[ModelFiles]:

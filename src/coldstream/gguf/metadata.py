@@ -63,6 +63,16 @@ class Metadata(Mapping[str, Value]):
         more = (f"{len(errors) - _MOST_WARNINGS} more keys of {shorten(self.path)} cannot be read",)
         return tuple(map(str, errors[:_MOST_WARNINGS])) + more * (len(errors) > _MOST_WARNINGS)
 
+    def with_values(self, values: Mapping[str, Value], path: Path | None = None) -> "Metadata":
+        """The same with other values of some keys. path: the file that errors are to name, for another one.
+
+        Errors give the offsets of values that are the same, and none if they name another file.
+        """
+        offsets = (
+            {} if path is not None else {key: at for key, at in self._offsets.items() if key not in values}
+        )
+        return Metadata({**self._values, **self._unreadable, **values}, offsets, path or self.path)
+
     def __getitem__(self, key: str) -> Value:
         if key in self._unreadable:
             raise InconsistentError(*self._unreadable[key].args)

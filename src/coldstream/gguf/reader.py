@@ -21,9 +21,9 @@ import os
 import re
 import stat
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Self
@@ -42,7 +42,7 @@ from coldstream.errors import (
 )
 from coldstream.gguf.header import Header, TensorInfo, read_header
 from coldstream.gguf.messages import describe, shorten
-from coldstream.gguf.metadata import Metadata
+from coldstream.gguf.metadata import Metadata, Value
 from coldstream.gguf.wire import HeaderBytes
 from coldstream.gguf.write_watch import ATTRIB, CLOSE_WRITE, MODIFY, OVERFLOW, WriteWatch
 
@@ -269,7 +269,9 @@ class GGUFFile(Closing):
     shown_paths  the same as messages show them: a path need not be text, nor printable
     shard_bytes  sizes of the files at `paths`; num_bytes is their sum
     written_ns   times of writing of the files, as they were opened
+    num_parts    of the model itself; parts of files that were joined to it lie behind
     fingerprint  32 hex digits over headers and sizes: the same model under another name has the same
+    joined       the fingerprint of the file that was joined to it, or nothing
     """
 
     metadata: Metadata
@@ -279,26 +281,53 @@ class GGUFFile(Closing):
     shard_bytes: tuple[int, ...]
     num_bytes: int
     written_ns: tuple[int, ...]
+    num_parts: int
     fingerprint: str
+    joined: str
 
-    def __init__(self, shards: tuple[_Shard, ...], watch: WriteWatch) -> None:
-        self._shards = shards
-        self._kept: dict[str, np.ndarray] = {}  # by the name of a tensor
-        # Also closes a file that is dropped.
-        self._close = weakref.finalize(self, _close, [shard.file.descriptor for shard in shards], watch)
-        self._close.atexit = False
+    def __init__(self, shards: tuple[_Shard, ...], watches: tuple[WriteWatch, ...]) -> None:
+        """The shards that `open` opened, with what watches them."""
+        self._hold(shards, watches)
         self.metadata = shards[0].header.metadata
         merged = {name: info for shard in shards for name, info in shard.header.tensors.items()}
         self.tensors = MappingProxyType(merged)
+        self.num_parts, self.joined = len(shards), ""
+        digest = hashlib.blake2b(digest_size=16)
+        for shard in shards:
+            digest.update(shard.header.digest + shard.file.opened.size.to_bytes(8, "little"))
+        self.fingerprint = digest.hexdigest()
+
+    def _hold(self, shards: tuple[_Shard, ...], watches: tuple[WriteWatch, ...]) -> None:
+        """Takes over open shards, with all that is known of their files."""
+        self._shards, self._watches = shards, watches
+        self._kept: dict[str, np.ndarray] = {}  # by the name of a tensor
+        # Also closes a file that is dropped.
+        self._close = weakref.finalize(self, _close, [shard.file.descriptor for shard in shards], watches)
+        self._close.atexit = False
         self.paths = tuple(shard.path for shard in shards)
         self.shown_paths = tuple(escape_controls(str(path)) for path in self.paths)
         self.shard_bytes = tuple(shard.file.opened.size for shard in shards)
         self.num_bytes = sum(self.shard_bytes)
         self.written_ns = tuple(shard.file.opened.written_ns for shard in shards)
-        digest = hashlib.blake2b(digest_size=16)
-        for shard in shards:
-            digest.update(shard.header.digest + shard.file.opened.size.to_bytes(8, "little"))
-        self.fingerprint = digest.hexdigest()
+
+    def join(self, other: "GGUFFile", names: Iterable[str], values: Mapping[str, Value]) -> None:
+        """Adds tensors of another open file, which belongs to this one from now on, and changes metadata.
+
+        The tensors keep their names, which must be new here. The model's identity, its fingerprint, stays.
+        """
+        assert self.num_parts == len(self._shards), "one file is joined at most"
+        added = {
+            name: replace(other.tensors[name], shard=other.tensors[name].shard + self.num_parts)
+            for name in names
+        }
+        assert not added.keys() & self.tensors.keys(), "names are new"
+        for file in (self, other):
+            file._kept.clear()
+            file._close.detach()
+        self._hold(self._shards + other._shards, self._watches + other._watches)
+        self.tensors = MappingProxyType({**self.tensors, **added})
+        self.metadata = self.metadata.with_values(values)
+        self.joined = other.fingerprint
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
@@ -321,7 +350,7 @@ class GGUFFile(Closing):
             )
             if len(shards) > 1:
                 check_parts([shard.header for shard in shards])
-            file = cls(shards, watch)
+            file = cls(shards, (watch,))
             cleanup.pop_all()
         return file
 
@@ -402,10 +431,11 @@ class GGUFFile(Closing):
         return self._shards[index]
 
 
-def _close(descriptors: list[int], watch: WriteWatch) -> None:
+def _close(descriptors: list[int], watches: Iterable[WriteWatch]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
-    watch.close()
+    for watch in watches:
+        watch.close()
 
 
 def _open_shard(path: Path, index: int, watch: WriteWatch, cleanup: ExitStack) -> _Shard:

@@ -49,6 +49,7 @@ _MOST_BESIDE_FILE: Final = 4 * 2**30  # RAM of a runner on a GPU beside the mapp
 _AUTO_RAM_SHARE: Final = 0.9  # share of available RAM; the rest is for all other programs
 _AGAIN: Final = "make another with `coldstream plan`"
 _NO_OPTIONS: Final = PlanOptions()
+NO_DRAFTER: Final = "spec_type dflash: no drafter is given: name its file or folder with --model-draft"
 
 
 @dataclass(frozen=True)
@@ -316,6 +317,8 @@ def _followed(config: EngineConfig, facts: Facts, given: RunPlan, options: PlanO
     """The plan that `config` names, with the threads and the prefetching of `config`, which go before it."""
     name, placement, model = config.plan, given.placement, facts.model
     _check_given(config, given, model.spec)
+    if given.spec_type == "dflash" and facts.drafter is None:
+        raise ConfigError(NO_DRAFTER)
     stated = concrete_config(config, given, facts.hardware.num_physical_cores)
     stated = resolve(stated, model.spec, facts.hardware.num_physical_cores, ALL_BYTES)
     assert isinstance(stated.threads, int)
@@ -434,14 +437,17 @@ def tree_rows_of(config: EngineConfig, num_contexts: int) -> int:
 def _check_drafts(config: EngineConfig, spec: ModelSpec) -> None:
     """Raises ConfigError for drafts that the model cannot have."""
     if config.spec_type == "mtp" and not spec.num_nextn_layers:
-        raise ConfigError("spec_type mtp: the file has no block for multi-token prediction: try ngram")
+        raise ConfigError(
+            "spec_type mtp: the file has no block for multi-token prediction: name a file with it by "
+            "--model-draft, or try ngram"
+        )
     if config.spec_type == "mtp" and not spec.drafts_by_mtp:
         raise ConfigError(
             f"spec_type mtp: the file has {spec.num_nextn_layers} blocks for multi-token prediction, and "
             "drafting takes a file with one: try ngram"
         )
     if config.spec_type == "dflash" and config.model_draft is None:
-        raise ConfigError("spec_type dflash: no drafter is given: name its file or folder with --model-draft")
+        raise ConfigError(NO_DRAFTER)
 
 
 def _memory_name(config: EngineConfig) -> str:

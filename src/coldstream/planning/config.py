@@ -95,7 +95,9 @@ class EngineConfig:
     # What drafts tokens for the model to verify, which changes none; auto: a drafter that is named,
     # the model's own block where all of the model is held and it may pay, or none.
     spec_type: str = "auto"
-    model_draft: str | None = None  # a drafter's file or folder, for spec_type dflash, which auto then is
+    # A drafter's file or folder: a DFlash drafter, or a sidecar with the model's block for multi-token
+    # prediction. spec_type auto is then dflash or mtp.
+    model_draft: str | None = None
     tree_budget: int | Literal["auto"] = "auto"  # nodes of a draft tree; auto: as many as pay in each step
     # Whole contexts that there is memory for together; auto: as many as a share of the memory holds.
     parallel: int | Literal["auto"] = 1
@@ -165,9 +167,10 @@ class EngineConfig:
             raise ConfigError(
                 f"model_draft (--model-draft) must be the path of a drafter, not {shown(self.model_draft)}"
             )
-        if self.spec_type not in ("auto", "dflash"):
+        if self.spec_type not in ("auto", "dflash", "mtp"):
             raise ConfigError(
-                f"model_draft (--model-draft) is for spec_type dflash, not {self.spec_type}: leave one out"
+                f"model_draft (--model-draft) is for spec_type dflash or mtp, not {self.spec_type}: leave "
+                "one out"
             )
 
     def _check_plan(self) -> None:

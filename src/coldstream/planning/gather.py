@@ -50,7 +50,7 @@ from coldstream.planning.advice import advised
 from coldstream.planning.choose import TooSmall, choose, concrete_config, place, with_ram
 from coldstream.planning.config import EngineConfig
 from coldstream.planning.device_choice import OpenProgress, device_to_plan_for
-from coldstream.planning.draft_file import NOTHING_IS_DRAFTED, open_draft
+from coldstream.planning.draft_file import NOTHING_IS_DRAFTED, open_draft, open_target
 from coldstream.planning.draft_reason import draft_reason
 from coldstream.planning.facts import DraftNeeds, Facts, ModelFacts, with_kv_type
 from coldstream.planning.machine import hardware_of, measured_hardware, why_not_kept, why_unusable
@@ -385,8 +385,9 @@ def plan_by_name(
     and `RoutingTrace.load`.
     """
     path = resolve_model(config.model, offline=config.offline, progress=progress)
-    with GGUFFile.open(path) as file:
-        spec = read_spec(file.metadata, file.tensors)
+    target = open_target(path, config, progress)
+    with target.file as file:
+        config, spec = target.config, target.spec
         trace = bundled_profile(file, spec)
         if profile is not None:
             trace = RoutingTrace.load(profile, routed_model(file, spec))
@@ -395,7 +396,7 @@ def plan_by_name(
         hardware = measured_hardware(gpu, progress, again=measure)
         warnings += why_not_kept(hardware)
         refusal = last_refusal(hardware, lock_path())
-        with open_draft(config, spec, progress) as draft:
+        with open_draft(replace(target, config=config), progress) as draft:
             planned = plan_model(
                 draft.config,
                 Sources(file, spec, hardware, trace, draft.needs, refusal=refusal),

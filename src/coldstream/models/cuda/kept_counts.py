@@ -35,7 +35,7 @@ def kept_count(file: GGUFFile, spec: ModelSpec, limits: Limits, chunk_size: int)
 
 def _name(file: GGUFFile, *parts: Any) -> str:
     """The name of an entry. `repr` of a dataclass has all of its fields."""
-    known = (file.fingerprint, file.written_ns, device_limits(), sources(PACKAGE), *parts)
+    known = (file.fingerprint, file.joined, file.written_ns, device_limits(), sources(PACKAGE), *parts)
     return hashlib.sha256(repr(known).encode()).hexdigest()[:32]
 
 

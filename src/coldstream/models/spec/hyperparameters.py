@@ -41,8 +41,8 @@ class Hyperparameters:
         self.num_blocks = self.num_layers + self.num_nextn_layers
         trunk = range(self.num_layers)
         if self.num_nextn_layers and not self._holds_blocks(trunk):
-            what = "holds only the MTP (draft) block of a model: open the model file that it was taken from"
-            raise UnsupportedError(f"{shorten(keys.path)} {what}")
+            what = "holds only the MTP (draft) block of a model: open the model's own file, with this one as"
+            raise UnsupportedError(f"{shorten(keys.path)} {what} --model-draft")
 
     @property
     def path(self) -> Path:
