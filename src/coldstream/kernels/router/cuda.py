@@ -30,7 +30,10 @@ COLUMN_MULTIPLE = 128  # of the columns in a block's shared memory
 MOST_SHARED_BYTES = 97 * 1024  # that a block takes of its device's
 STATIC_BYTES = 2048  # that it has beside them
 
-_RULES = ("", ", true")  # behind the other arguments of an instance: that of a softmax, and that of a rule
+# Behind the other arguments of an instance: the choice of a softmax and that of a rule, with something to share
+# out or a later layer, and without both.
+_RULES = ("", ", true")
+_RULES_ALONE = (", false, true", ", true, true")
 
 PROGRAM = CudaProgram(
     Path(__file__).with_name("router.cu"),
@@ -39,7 +42,7 @@ PROGRAM = CudaProgram(
             f"router_gemv<{aligned}, {n}, {norms}{rule}>"
             for aligned, norms in (("true", "false"), ("false", "false"), ("true", "true"))
             for n in EXPERTS_PER_LANE
-            for rule in _RULES
+            for rule in (*_RULES, *_RULES_ALONE)
         ),
         *(f"router_choose<{n}{rule}>" for n in EXPERTS_PER_LANE for rule in _RULES),
     ),
@@ -236,9 +239,8 @@ def router_gemv_cuda(
     shares, shared_bytes = _share_out(num_tokens, cols if norm is None else padded_cols(cols))
     num_routers = 1 if beside is None else 2
     scratch_bytes = _scratch_bytes(num_routers * num_tokens, per_lane)
-    instance = (
-        f"router_gemv<{str(aligned).lower()}, {per_lane}, {str(norm is not None).lower()}{_name_of(rule)}>"
-    )
+    rest = _name_of(rule, is_alone=sharing is None and beside is None)
+    instance = f"router_gemv<{str(aligned).lower()}, {per_lane}, {str(norm is not None).lower()}{rest}>"
     PROGRAM.kernel(instance).launch(
         (-(-(num_routers * num_experts + 1) // shares.num_rows), 1, 1),
         THREADS,
@@ -346,8 +348,8 @@ def _scratch_bytes(num_tokens: int, per_lane: int) -> int:
     return 8 * num_tokens * (per_lane * WARP_SIZE + MAX_CHOSEN)
 
 
-def _name_of(rule: ChoiceRule) -> str:
-    return _RULES[not rule.is_plain]
+def _name_of(rule: ChoiceRule, *, is_alone: bool = False) -> str:
+    return (_RULES_ALONE if is_alone else _RULES)[not rule.is_plain]
 
 
 def _ahead_of(ahead: Ahead | None) -> _Ahead:

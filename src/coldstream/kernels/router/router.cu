@@ -44,11 +44,11 @@ struct Ahead {
 
 // Row r of all weights: first the experts, then the shared expert's gate, then the later layer's experts;
 // null past the end.
-__device__ __forceinline__ const float* weight_row(const Weights& w, const Ahead& ahead, int row) {
+__device__ __forceinline__ const float* weight_row(const Weights& w, const float* later, int row) {
   if (row < w.num_experts) return w.experts + int64_t(row) * w.cols;
   if (row == w.num_experts) return w.shared;
   row -= w.num_experts + 1;
-  return ahead.experts && row < w.num_experts ? ahead.experts + int64_t(row) * w.cols : nullptr;
+  return later && row < w.num_experts ? later + int64_t(row) * w.cols : nullptr;
 }
 
 // Starts copying columns begin … begin + size of a row to shared memory, by the whole block; size is a
@@ -122,7 +122,7 @@ struct Beside {
 // `norming` makes, of one chunk.
 template <bool aligned, bool norms, bool has_rule>
 __device__ __forceinline__ float multiply(const float* x, int x_stride, const Norming& norming,
-                                          const Shares& shares, const Weights& weights, const Ahead& ahead,
+                                          const Shares& shares, const Weights& weights, const float* later,
                                           Beside& beside) {
   const int column = threadIdx.x % 16, chunk = shares.chunk;
   float* shared_weights = reinterpret_cast<float*>(dynamic_shared);
@@ -140,7 +140,7 @@ __device__ __forceinline__ float multiply(const float* x, int x_stride, const No
     if (begin > 0) __syncthreads();
 #pragma unroll 1
     for (int r = 0; r < shares.num_rows; r++) {
-      const float* row = weight_row(weights, ahead, blockIdx.x * shares.num_rows + r);
+      const float* row = weight_row(weights, later, blockIdx.x * shares.num_rows + r);
       stage<aligned>(shared_weights + r * (chunk + row_padding), row, begin, size, weights.cols);
     }
     if (begin == 0) {
@@ -174,38 +174,41 @@ __device__ __forceinline__ int choose(const ChoiceRule& rule, const float* logit
 // Up to 8 tokens. grid (ceil((num_experts + 1) / shares.num_rows)), with 2 · num_experts + 1 where there is a
 // later layer. Each block computes the products of its rows; the last one to finish chooses, and shares the
 // pairs of a single token out. With `norms`, x is written here, and x_stride is its columns. `has_rule`: the
-// choice is by `rule`, and not that of a softmax.
-template <bool aligned, int per_lane, bool norms, bool has_rule = false>
+// choice is by `rule`, and not that of a softmax. `is_alone`: there is nothing to share out and no later
+// layer, and the kernel has no code for them, since long code slows down the launches around it.
+template <bool aligned, int per_lane, bool norms, bool has_rule = false, bool is_alone = false>
 __global__ void __launch_bounds__(block_threads)
     router_gemv(const float* x, int x_stride, Shares shares, Weights weights, Results out, uint32_t* arrivals,
                 const __grid_constant__ Sharing sharing, const __grid_constant__ Ahead ahead,
                 const __grid_constant__ Norming norming, const __grid_constant__ ChoiceRule rule) {
   release_next_grid();
-  if (blockIdx.x == 0) bring_slots_near(sharing, ahead.hints, weights.num_experts);
+  const float* const later_experts = is_alone ? nullptr : ahead.experts;
+  const bool has_pairs = !is_alone && sharing.request != 0;
+  if (!is_alone && blockIdx.x == 0) bring_slots_near(sharing, ahead.hints, weights.num_experts);
   if constexpr (has_rule) {
     if (blockIdx.x == 0) bring_rule_near(rule, weights.num_experts);
-    if (blockIdx.x == 0 && ahead.experts) bring_rule_near(ahead.rule, weights.num_experts);
+    if (blockIdx.x == 0 && later_experts) bring_rule_near(ahead.rule, weights.num_experts);
   }
   const bool is_first = blockIdx.x == 0 && threadIdx.x == 0;
-  Beside beside{is_first && sharing.stamps ? &sharing.stamps->router.begins : nullptr,
-                is_first && sharing.request ? &sharing.box : nullptr};
+  Beside beside{!is_alone && is_first && sharing.stamps ? &sharing.stamps->router.begins : nullptr,
+                is_first && has_pairs ? &sharing.box : nullptr};
   const float product =
-      multiply<aligned, norms, has_rule>(x, x_stride, norming, shares, weights, ahead, beside);
+      multiply<aligned, norms, has_rule>(x, x_stride, norming, shares, weights, later_experts, beside);
   beside.end();
   const int row = blockIdx.x * shares.num_rows + shares.row(), token = shares.token();
   if (shares.row() < shares.num_rows && threadIdx.x % 16 == 0) {
     if (row < weights.num_experts) out.logits[token * weights.num_experts + row] = product;
     if (row == weights.num_experts && weights.shared) out.shared_gate[token] = product;
     const int later = row - weights.num_experts - 1;
-    if (ahead.experts && later >= 0 && later < weights.num_experts) {
+    if (later_experts && later >= 0 && later < weights.num_experts) {
       ahead.logits[token * weights.num_experts + later] = product;
     }
   }
   const int warp = threadIdx.x / warp_size;
   if (!is_last_block(arrivals, gridDim.x)) return;
   bool is_asked = false;
-  const bool is_guess = warp >= shares.num_tokens;
-  if (warp < (ahead.experts ? 2 : 1) * shares.num_tokens) {
+  const bool is_guess = !is_alone && warp >= shares.num_tokens;
+  if (warp < (later_experts ? 2 : 1) * shares.num_tokens) {
     uint64_t* scratch = reinterpret_cast<uint64_t*>(dynamic_shared) + warp * scratch_numbers<per_lane>;
     const int place = is_guess ? warp - shares.num_tokens : warp;
     const float* logits = is_guess ? ahead.logits : out.logits;
@@ -217,14 +220,14 @@ __global__ void __launch_bounds__(block_threads)
     const int id =
         choose<per_lane, has_rule>(is_guess ? ahead.rule : rule, logits + place * weights.num_experts,
                                    weights.num_experts, scratch, choice);
-    if (!is_guess && sharing.request) is_asked = share_out(sharing, id, out.count);
+    if (!is_guess && has_pairs) is_asked = share_out(sharing, id, out.count);
     if (is_guess && ahead.hints.words) write_hints(ahead.hints, id, out.count);
-  } else if (warp == block_threads / warp_size - 1 && sharing.request) {
+  } else if (warp == block_threads / warp_size - 1 && has_pairs) {
     // The CPU probably needs it. Once that is known, the layer would wait for the bus.
     send_row(has_rule && sharing.x ? sharing.x : x, sharing.box.x, weights.cols);
     __threadfence_system();
   }
-  if (!sharing.request) return;
+  if (!has_pairs) return;
   if (__syncthreads_or(is_asked) && threadIdx.x == 0) ask_the_cpu(sharing);
   make_room(sharing);
   if (sharing.stamps && threadIdx.x == 0) sharing.stamps->router.ends = now_ns();
