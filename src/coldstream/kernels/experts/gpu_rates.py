@@ -42,7 +42,10 @@ MISSING: Final = 4  # experts of a layer that are read over the bus, or that the
 _OF_ONE_ROW: Final = (
     (experts_gemv.PROGRAM, instance_for(experts_gemv.GATE_UP, {MEASURED_TYPE})),
     (experts_gemv.PROGRAM, instance_for(experts_gemv.DOWN, {MEASURED_TYPE})),
-    (rms_norm.PROGRAM, rms_norm.COMBINE.format("true", rms_norm.NO_SHARED)),
+    (
+        rms_norm.ALONE_PROGRAM,
+        rms_norm.ALONE[rms_norm.COMBINE.format("{}", rms_norm.NO_SHARED)].format("true"),
+    ),
     (stage.PROGRAM, "stage_experts"),
 )
 

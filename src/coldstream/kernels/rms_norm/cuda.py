@@ -20,9 +20,20 @@ COMBINE = "combine_rms_norm_rows<{}, {}>"
 COMBINE_BIASED = "combine_rms_norm_rows<{}, no_shared, true>"
 ADD_POST, COMBINE_POST = "add_post_norm_rows<{}>", "combine_post_norm_rows<{}, false>"
 COMBINE_PARALLEL = "combine_post_norm_rows<{}, true>"
-SHARED_ROWS = {COMBINE_PARALLEL: 2}  # of shared memory, if not 1
 # As `SharedExpert` of expert_sum.cuh.
 SHARED_KINDS = NO_SHARED, PLAIN_SHARED, GATED_SHARED = ("no_shared", "plain_shared", "gated_shared")
+# Of kernels that sum experts, those without code for experts that are elsewhere.
+ALONE = {
+    **{
+        COMBINE.format("{}", kind): f"combine_rms_norm_rows<{{}}, {kind}, false, true>"
+        for kind in SHARED_KINDS
+    },
+    COMBINE_BIASED: "combine_rms_norm_rows<{}, no_shared, true, true>",
+    COMBINE_POST: "combine_post_norm_rows<{}, false, true>",
+    COMBINE_PARALLEL: "combine_post_norm_rows<{}, true, true>",
+}
+SHARED_ROWS = {COMBINE_PARALLEL: 2, ALONE[COMBINE_PARALLEL]: 2}  # of shared memory, if not 1
+BIASED = {COMBINE_BIASED, ALONE[COMBINE_BIASED]}
 PROGRAM = CudaProgram(
     Path(__file__).with_name("rms_norm.cu"),
     (
@@ -43,6 +54,10 @@ PROGRAM = CudaProgram(
         ),
     ),
     is_slow=True,
+)
+ALONE_PROGRAM = CudaProgram(
+    Path(__file__).with_name("rms_norm.cu"),
+    tuple(kernel.format(aligned) for kernel in ALONE.values() for aligned in ("true", "false")),
 )
 ALONE_ROWS = 132  # up to here each row has its own multiprocessor
 THREADS_ALONE, THREADS_SHARING = 512, 128
@@ -132,6 +147,7 @@ def add_rms_norm_cuda(
     if update.bias is not None:
         bias, ids = _check_bias(update, kind)
         kernel, tensors = COMBINE_BIASED, (*tensors, bias)
+    kernel = kernel if update.elsewhere is not None else ALONE[kernel]
     _launch(kernel, [x, *of_experts, total, bias, ids], tensors, x.shape[1], weight, eps, out, quantized)
 
 
@@ -163,6 +179,7 @@ def add_post_norm_cuda(
         )
         if kind != expected or update.bias is not None:
             raise ValueError(f"norms of outputs of experts with {kind}, expected {expected} and no biases")
+        kernel = kernel if update.elsewhere is not None else ALONE[kernel]
         tensors = (x, update.routed, total)
         if post.routed is not None:
             tensors = (*tensors, update.shared, post.routed, post.shared)
@@ -262,9 +279,10 @@ def _launch(
     addresses = [tensor.data_ptr() for tensor in (weight, *tensors)]
     aligned = (cols | stride) % 4 == 0 and all(address % 16 == 0 for address in addresses)
     threads = THREADS_ALONE if rows <= ALONE_ROWS else THREADS_SHARING
-    if kernel == COMBINE_BIASED and threads == THREADS_ALONE:
+    if kernel in BIASED and threads == THREADS_ALONE:
         threads = min(max(threads, -(-cols // (4 * WARP_SIZE)) * WARP_SIZE), MOST_THREADS)
-    PROGRAM.kernel(kernel.format(str(aligned).lower())).launch(
+    program = ALONE_PROGRAM if kernel in ALONE.values() else PROGRAM
+    program.kernel(kernel.format(str(aligned).lower())).launch(
         (rows, 1, 1),
         threads,
         (*args, Norm(weight=weight.data_ptr(), cols=cols, padded=padded, eps=eps), outputs),

@@ -95,13 +95,15 @@ __global__ void __launch_bounds__(max_threads)
   norm_row<aligned>(norm, first_weights, out);
 }
 
-// The same with the sum of the experts as update.
-template <bool aligned, SharedExpert kind, bool has_bias = false>
+// The same with the sum of the experts as update. `is_alone`: the CPU has none of them and nobody asks for
+// times, and the kernel has no code for either, since long code slows down the launches around it.
+template <bool aligned, SharedExpert kind, bool has_bias = false, bool is_alone = false>
 __global__ void __launch_bounds__(has_bias ? most_threads : max_threads)
     combine_rms_norm_rows(const float* x, const float* routed, const float* topk_weights, int num_ranks,
                           const float* shared, const float* shared_gate, const int* cpu_ids, float* cpu_rows,
                           const __grid_constant__ Answer answer, LayerStamps* stamps, float* sum,
                           const float* bias, const int* ids, Norm norm, NormOutputs out) {
+  if constexpr (is_alone) cpu_ids = nullptr, stamps = nullptr;
   const Eight first_weights = load_eight<aligned>(norm.weight, threadIdx.x / warp_size, norm.cols);
   ExpertWait wait(cpu_ids, num_ranks, stamps);
   wait_for_previous_grid();
@@ -182,12 +184,13 @@ __global__ void __launch_bounds__(max_threads)
 
 // The same with the sum of the experts as update, or, with a parallel network, the norm of that sum plus the
 // norm of what is computed beside it. Dynamic shared memory with one: 8 · padded bytes.
-template <bool aligned, bool has_parallel>
+template <bool aligned, bool has_parallel, bool is_alone = false>
 __global__ void __launch_bounds__(max_threads)
     combine_post_norm_rows(const float* x, const float* routed, const float* topk_weights, int num_ranks,
                            const float* shared, const float* shared_gate, const int* cpu_ids, float* cpu_rows,
                            const __grid_constant__ Answer answer, LayerStamps* stamps, float* sum,
                            PostNorm post, Norm norm, NormOutputs out) {
+  if constexpr (is_alone) cpu_ids = nullptr, stamps = nullptr;
   const Eight first_weights = load_eight<aligned>(norm.weight, threadIdx.x / warp_size, norm.cols);
   ExpertWait wait(cpu_ids, num_ranks, stamps);
   wait_for_previous_grid();

@@ -30,8 +30,8 @@ COLUMN_MULTIPLE = 128  # of the columns in a block's shared memory
 MOST_SHARED_BYTES = 97 * 1024  # that a block takes of its device's
 STATIC_BYTES = 2048  # that it has beside them
 
-# Behind the other arguments of an instance: the choice of a softmax and that of a rule, with something to share
-# out or a later layer, and without both.
+# Behind the other arguments of an instance: the choice of a softmax and that of a rule. The second ones have
+# nothing to share out and no later layer.
 _RULES = ("", ", true")
 _RULES_ALONE = (", false, true", ", true, true")
 
