@@ -317,7 +317,10 @@ def test_the_kernels_of_a_model_are_known_before_it_runs(
         noted = kernels_of(file, spec, Limits(CacheSize.of(1, 1024, 1), 1024, "i8"), chunk_size)
     names = " ".join(instance for _, instance in noted.all)
     decode = "linear_one", "linear_rows", "linear_skinny", "expert_gate_up", "grouped_gate_up"
-    norms_before = "router_gemv<true, 1, true>", "router_gemv<true, 1, false>"  # for one row, and for more
+    norms_before = (  # for one row, and for more
+        "router_gemv<true, 1, true, false, true>",
+        "router_gemv<true, 1, false, false, true>",
+    )
     for part in (*decode, *norms_before, "linear_gemm<", "experts_gemm<"):
         assert part in names
     assert names.count("attention_integers_decode<8") == 2  # for up to eight pairs, and for more
