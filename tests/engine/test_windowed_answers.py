@@ -1,12 +1,18 @@
 """Answers of models with windows: in a long context, which keeps windows alone, those of a short one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from engine_clients import alone, engine_of
 
+from bench.runners import open_cpu_runner
 from builders import Dims, make_model, write_model
 from coldstream import LLM, SamplingParams
+from coldstream.kvcache import CacheSize
+from coldstream.kvcache.windows import blocks_of_pool
 from dflash_cases import for_target, random_tensors, spec_of, write_converted
+from hash_runner import opened_with
 
 DIMS = Dims(experts=8, experts_used=2, context=32_768)
 SHORT, LONG = 1400, 32_768  # tokens; in the short one all positions are kept
@@ -69,3 +75,31 @@ def test_a_real_gpu(
         for prompt, answer in zip(PROMPTS, answers, strict=True):  # alone, with steps launched ahead or fused
             (output,) = llm.generate(prompt, SAMPLED)
             assert list(output.outputs[0].token_ids) == answer
+
+
+@pytest.mark.parametrize(
+    ("words", "at_once"), [("", range(7, 10)), (WORDS * 10, range(4, 10)), (WORDS * 20, range(2, 6))]
+)
+def test_texts_share_the_blocks_of_two_windows(tmp_path: Path, words: str, at_once: range) -> None:
+    """The shorter they are, the more run at once. Of those that grow some give way, and each has the tokens
+    that it has alone.
+    """
+    model = make_model("gemma4", dims=DIMS)
+    model.metadata["gemma4.attention.sliding_window"] = 300
+    (path,) = write_model(tmp_path / "model.gguf", model)
+    size = CacheSize(60, 16, num_window_blocks=blocks_of_pool(300, 2, 256))
+    runner = open_cpu_runner(path, threads=2, context_length=2048, cache_size=size)
+    params, running = replace(SAMPLED, max_tokens=24), [0]
+    with LLM.from_opened(opened_with(runner, 2048)) as llm:
+        prompts = [llm.opened.tokenizer.encode(f"{index} {words}def") for index in range(12)]
+        expected = [alone(llm, prompt, params) for prompt in prompts]
+        llm.forget()
+        with engine_of(llm.opened) as client:
+            requests = [client.add(prompt, params) for prompt in prompts]
+            while not client.engine.is_idle:
+                client.step()
+                running.append(client.engine.statistics().running)
+            assert [client.answers(request) for request in requests] == expected
+            preemptions = client.engine.statistics().preemptions
+    assert max(running) in at_once
+    assert (preemptions > 0) == (words == WORDS * 10)

@@ -165,6 +165,24 @@ async def test_metrics_count_requests_tokens_and_times(http: httpx2.AsyncClient)
     assert all(":" not in name for name in after)
 
 
+def test_metrics_say_how_full_each_pool_is() -> None:
+    counts: dict[str, Any] = {each.name: 0 for each in fields(EngineStatistics)}
+    counts |= {
+        "memory": CacheSize(512, 16, 64, 26),
+        "free_memory": CacheSize(500, 13, 64, 11),
+        "prefixes": PrefixStatistics(),
+        "expert_times": None,
+    }
+    found = samples(Metrics().render(EngineStatistics(**counts), False).decode())
+    for name, total, free in (
+        ("kv_blocks", 512, 500),
+        ("kv_sliding_window_blocks", 26, 11),
+        ("states", 16, 13),
+    ):
+        assert found[f"coldstream_{name}"] == total
+        assert found[f"coldstream_{name}_free"] == free
+
+
 def test_metrics_say_where_time_went_that_experts_outside_fast_memory_took() -> None:
     none = CacheSize(0, 0)
     counts: dict[str, Any] = {each.name: 0 for each in fields(EngineStatistics)}

@@ -137,7 +137,9 @@ class CacheSize:
 
         num_rows: of a step. Layers with windows have blocks of their own if that takes less. Then a state has
         blocks of theirs too, and keys and values of which a quarter is taken are those of all other layers.
-        There are two states at least, so that a prefix is kept beside the sequence that goes on.
+        There are two at least, so that a prefix is kept beside the sequence that goes on. Where a state takes
+        nothing else, these blocks are shared by as many states as where memory is plentiful: texts shorter
+        than a window take few of them.
         """
         num_blocks, window = num_blocks_of(context_length), group_window(shape)
 
@@ -157,7 +159,8 @@ class CacheSize:
             apart = max(STATES_OF_CONTEXT, num_states_of(one_state, token_bytes - window_bytes))
             in_windows = blocks_of_pool(window, apart, num_rows)
             if in_windows < all_blocks:
-                return cls(all_blocks, apart, num_tree_rows, in_windows)
+                num_states = apart if state_bytes(shape) else max(apart, min(num_blocks, MAX_SEQUENCES))
+                return cls(all_blocks, num_states, num_tree_rows, in_windows)
         return cls(all_blocks, together, num_tree_rows)
 
     @property

@@ -143,6 +143,16 @@ def _gauges(statistics: EngineStatistics) -> _Values:
         ("requests_waiting", "Answers that wait for memory or a place.", statistics.waiting),
         ("kv_blocks", "Blocks of keys and values.", total.num_blocks),
         ("kv_blocks_free", "Blocks that hold nothing.", free.num_blocks),
+        (
+            "kv_sliding_window_blocks",
+            "Blocks of layers with windows alone; 0 where these have the blocks of all layers.",
+            total.num_window_blocks,
+        ),
+        (
+            "kv_sliding_window_blocks_free",
+            "Blocks of layers with windows that hold nothing.",
+            free.num_window_blocks,
+        ),
         ("states", "Recurrent states.", total.num_states),
         ("states_free", "Recurrent states that hold nothing.", free.num_states),
         ("prefixes_kept", "Prefixes of prompts that are kept.", statistics.prefixes.kept),
