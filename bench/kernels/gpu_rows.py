@@ -10,10 +10,7 @@ just written them.
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import torch
 
 from bench.device import graph_seconds, measure_bandwidth
@@ -21,14 +18,11 @@ from coldstream.kernels.arithmetic.reference import empty_activations
 from coldstream.kernels.ops import ExpertOutputs, Routing
 from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda, rms_norm_cuda
 from coldstream.kernels.router.cuda import RouterBuffers, router_choose_cuda, router_gemv_cuda
-from coldstream.kernels.sample.cuda import ROW_BYTES, SETTINGS_WORDS, sample_cuda, write_rows
-from coldstream.kernels.sample.settings import RowSettings
 from coldstream.kernels.swiglu.cuda import swiglu_cuda
 
 LAUNCHES = 40
 CACHE_BYTES = 150 << 20  # more than any level holds
-HIDDEN, FFN, RANKS, VOCAB = 2048, 512, 8, 248320
-RECENT = 64  # tokens that penalties are for
+HIDDEN, FFN, RANKS = 2048, 512, 8
 EPS = 1e-6
 CUDA = torch.device("cuda")
 
@@ -126,39 +120,11 @@ def activation(rows: int) -> dict[str, tuple[list[Launch], int]]:
     return {"swiglu": ([one() for _ in range(number)], num_bytes)}
 
 
-def samplers(rows: int) -> dict[str, tuple[list[Launch], int]]:
-    logits, workspace = 3 * random(rows, VOCAB), torch.zeros(rows, ROW_BYTES, dtype=torch.uint8, device=CUDA)
-    chosen = torch.zeros(rows, 2, dtype=torch.int32, device=CUDA)
-    unpenalised = torch.zeros(rows * RECENT, device=CUDA)
-    plain = RowSettings(0.8, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), seed=1, position=1001)
-    recent = np.random.default_rng(0).integers(0, VOCAB, RECENT).tolist()
-
-    def sample(**changes: Any) -> list[Launch]:
-        each = replace(plain, **changes)
-        to, tokens = np.zeros((rows, SETTINGS_WORDS), np.int32), np.zeros(rows * RECENT, np.int32)
-        write_rows([each] * rows, range(rows), to, tokens)
-        inputs = torch.from_numpy(to).cuda(), torch.from_numpy(tokens).cuda()
-        draws = each.temperature != 0
-        return [lambda: sample_cuda(logits, *inputs, unpenalised, workspace, chosen, draws=draws)]
-
-    num_bytes = 4 * rows * VOCAB
-    filters = {"top_k": 40, "top_p": 0.95, "min_p": 0.05}
-    return {
-        "sample, temperature 0": (sample(temperature=0.0), num_bytes),
-        "sample, temperature alone": (sample(), num_bytes),
-        "sample, top-k 40, top-p, min-p": (sample(**filters), num_bytes),
-        "sample, top-p alone": (sample(top_p=0.95), num_bytes),
-        "sample, all and penalties": (sample(**filters, repetition_penalty=1.1, recent=recent), num_bytes),
-    }
-
-
 def main() -> None:
     bandwidth = 1e-6 * measure_bandwidth("cuda", 0)
     print(f"copy: {1e-6 * bandwidth:.2f} TB/s")
     for rows in (1, 4, 8, 2048, 8192):
         cases = norms(rows) | activation(rows) | routers(rows, 256) | routers(rows, 512)
-        if rows <= 8:
-            cases |= samplers(rows)
         for name, (launches, num_bytes) in cases.items():
             us = microseconds(launches)
             share = num_bytes / bandwidth / us

@@ -8,6 +8,7 @@
 #define __host__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__ [[gnu::noinline]]
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(bytes)

@@ -54,6 +54,15 @@ __global__ void add_blocks(int* parts, int* sum, uint32_t* arrivals) {
   for (int i = 0; i < int(gridDim.x); i++) *sum += parts[i];
 }
 
+// Every block waits until all have come.
+__global__ void wait_for_blocks(uint32_t* arrivals) {
+  if (threadIdx.x == 0) {
+    count_up_to(arrivals, 0xffffffffu);
+    wait_for_count(arrivals, gridDim.x);
+  }
+  __syncthreads();
+}
+
 // Half a warp meets, of which all lanes were to.
 __global__ void leave_half() {
   if (threadIdx.x % warp_size < 16) return;

@@ -4,9 +4,10 @@
 // In which order is random but for what barriers say: between two barriers of a block one warp after another
 // runs as far as it can, so that what is missing between a write and a read of two warps, or of two lanes, is
 // seen. Now and then some lanes of a warp stay behind, so that it is seen where one of them tells other warps
-// what is true of itself alone. Up to three blocks are under way at a time, and alternate after some warps. A
-// block's shared memory is what the kernels' library has of memory for each thread: it is brought in and out
-// when another block takes its turn, full of poison at first. Unit of work: one launch.
+// what is true of itself alone. Up to three blocks are under way at a time, and alternate after some warps.
+// If all of them wait for other blocks, one more begins, up to these three. A block's shared memory is what
+// the kernels' library has of memory for each thread: it is brought in and out when another block takes its
+// turn, full of poison at first. Unit of work: one launch.
 #include <string.h>
 #include <time.h>
 
@@ -27,6 +28,7 @@ namespace {
 
 constexpr size_t most_blocks = 3;
 constexpr int warps_at_once = 8, orders = 256, one_is_short_in = 8;
+constexpr int most_idle_runs = 1000;  // of blocks that all wait for others
 constexpr unsigned long long tick_ns = 1'000'000;
 
 // Where some threads of a block meet.
@@ -43,6 +45,7 @@ struct Block {
   NamedBarrier barriers[16] = {};
   int any_vote = 0;  // at the last barrier
   unsigned int changes = 0, changes_seen = 0, idle_warps = 0;
+  bool waits_for_blocks = false;  // since its last turn
 };
 
 RandomBits random_numbers;
@@ -189,7 +192,7 @@ void run_warp(const Block& at, Warp& warp) {
 
 // Puts a warp of which lanes can go on, or wait for a change, behind the others, which may not all wait too.
 void wait_in_line(Block& at, Warp& warp) {
-  if (at.changes != at.changes_seen || !warp.waiting || warp.ready) at.idle_warps = 0;
+  if (at.changes != at.changes_seen || !warp.waiting || warp.ready || at.waits_for_blocks) at.idle_warps = 0;
   at.changes_seen = at.changes;
   if (!warp.waiting && !warp.ready) return;
   warp.ready |= warp.waiting;
@@ -229,7 +232,7 @@ bool run_block(Block& at) {
     at.line.pop_back();
     run_warp(at, warp);
     wait_in_line(at, warp);
-    if (random_numbers() % warps_at_once == 0) return true;
+    if (at.waits_for_blocks || random_numbers() % warps_at_once == 0) return true;
   }
   return meet_at_barrier(at);
 }
@@ -245,10 +248,22 @@ class GridRun {
   }
 
   void run() {
-    const size_t at_once = 1 + random_numbers() % most_blocks;
+    size_t at_once = 1 + random_numbers() % most_blocks;
+    int idle_runs = 0;
     for (;;) {
       while (active_.size() < at_once && !waiting_.empty()) begin_block();
       if (active_.empty()) return;
+      const bool all_wait = std::all_of(active_.begin(), active_.end(),
+                                        [](const auto& each) { return each.first->waits_for_blocks; });
+      if (all_wait && at_once < most_blocks && !waiting_.empty()) {
+        at_once++;
+        continue;
+      }
+      idle_runs = all_wait ? idle_runs + 1 : 0;
+      if (idle_runs > most_idle_runs) {
+        const Block& first = *active_[0].first;
+        fail(first, *first.warps[0].lanes[0], "waits for blocks that do not come");
+      }
       const size_t which = random_numbers() % active_.size();
       Block& at = *active_[which].first;
       shared_.bring_in(at.shared);
@@ -345,6 +360,12 @@ unsigned long long look_at_clock() {
 void wait_for_change() { wait_among(&Warp::waiting); }
 
 void note_change() { running_block->changes++; }
+
+void wait_for_other_blocks() {
+  running_block->waits_for_blocks = true;
+  wait_among(&Warp::waiting);
+  running_block->waits_for_blocks = false;
+}
 
 void meet_some(int barrier, int count) {
   const unsigned int times = running_block->barriers[barrier].times;

@@ -30,8 +30,8 @@ def test_kernels_compile(arch: str) -> None:
     check_compiles(PROGRAM, arch)
 
 
-def check(cases: Sequence[Case], workspace: torch.Tensor | None = None, gap: int = 0) -> None:
-    check_choices(cases, CUDA, workspace, gap)
+def check(cases: Sequence[Case], workspace: torch.Tensor | None = None, *, ahead: bool = False) -> None:
+    check_choices(cases, CUDA, workspace, ahead=ahead)
 
 
 @pytest.mark.gpu
@@ -46,10 +46,14 @@ def test_ten_thousand_random_cases() -> None:
 
 
 @pytest.mark.gpu
-def test_full_vocabulary() -> None:
-    rng = np.random.default_rng(1)
-    for _ in range(6):
-        check([random_case(rng, FULL_VOCAB) for _ in range(8)])
+@pytest.mark.parametrize("rows", [1, 2, 8, 40, 200])
+def test_full_vocabulary(rows: int) -> None:
+    """Of one row, whose blocks are as many as its tiles, to more rows than there are multiprocessors."""
+    rng = np.random.default_rng(rows)
+    workspace = torch.zeros(rows, ROW_BYTES, dtype=torch.uint8, device=CUDA)
+    for number in range(max(2, 40 // rows)):
+        cases = [random_case(rng, FULL_VOCAB) for _ in range(min(rows, 8))]
+        check((cases * rows)[:rows], workspace, ahead=number % 2 == 1)
 
 
 @pytest.mark.gpu

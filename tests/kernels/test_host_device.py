@@ -9,7 +9,7 @@ from host_device import HOST, HostDevice
 SWITCHED = ("pass_on", "pass_on_in_warp", "overwrite", "add_blocks", "copy")
 KERNELS = (
     *(f"{name}<{flag}>" for name in SWITCHED for flag in ("true", "false")),
-    *("leave_half", "meet_differently", "write_behind"),
+    *("leave_half", "meet_differently", "write_behind", "wait_for_blocks"),
 )
 PROGRAM = CudaProgram(HOST / "faulty.cu", KERNELS)
 LAUNCHES = 20
@@ -55,6 +55,16 @@ def test_what_a_block_writes_after_it_has_arrived_is_missed() -> None:
     assert {add_blocks("false") for _ in range(LAUNCHES)} == {7}
     # About one order of threads in twenty shows it.
     assert any(add_blocks("true") < 7 for _ in range(30 * LAUNCHES))
+
+
+@pytest.mark.usefixtures("host")
+def test_blocks_wait_for_as_many_as_have_a_place() -> None:
+    for blocks in (1, 2, 3) * LAUNCHES:
+        arrivals = torch.zeros(1, dtype=torch.int32)
+        launch("wait_for_blocks", 64, arrivals, blocks=blocks)
+        assert arrivals.item() == blocks
+    with pytest.raises(AssertionError, match=r"wait_for_blocks.*waits for blocks that do not come"):
+        launch("wait_for_blocks", 64, torch.zeros(1, dtype=torch.int32), blocks=4)
 
 
 @pytest.mark.usefixtures("host")

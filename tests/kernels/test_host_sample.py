@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sample_cases import Case, check_choices, random_case, random_logits, sample_all
 
 from coldstream.decoding.sampling_params import SamplingParams
-from coldstream.kernels.sample.cuda import ROW_BYTES
+from coldstream.kernels.sample.cuda import ROW_BYTES, choosing_grid
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0)
@@ -89,6 +89,44 @@ def test_truncation_within_crowded_bins(spread: float) -> None:
     check_choices([Case(logits, [0] * n, params, n) for n, params in enumerate(every, 1)], CPU)
 
 
+@pytest.mark.sharded(of="kernels")
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("vocab", [2049, 4095, 6144, 6145, 12_500])
+def test_blocks_that_share_a_row(vocab: int) -> None:
+    """A row alone has all multiprocessors, each with one tile or some; with one workspace."""
+    rng = np.random.default_rng(vocab)
+    workspace = torch.zeros(1, ROW_BYTES, dtype=torch.uint8)
+    for number in range(12):
+        check_choices([random_case(rng, vocab)], CPU, workspace, ahead=number % 2 == 1)
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("order", ["equal", "in front", "behind"])
+def test_more_tokens_than_a_list_holds_before_the_end_of_a_tile(order: str) -> None:
+    """The k-th tile's largest logit does not say then where top-k ends."""
+    logits = np.zeros(3 * 2048 + 5, dtype=np.float32)
+    if order == "in front":
+        logits[:4096] = np.arange(4096) % 7 + 1
+    elif order == "behind":
+        logits[2050:] = np.arange(len(logits) - 2050) / 4096
+    every = [
+        SamplingParams(temperature=1.5, top_k=top_k, top_p=top_p, min_p=min_p)
+        for top_k, top_p, min_p in ((3, 1.0, 0.0), (4, 0.6, 0.0), (2, 0.9, 0.9))
+    ]
+    for seed, params in enumerate(every):
+        check_choices([Case(logits, [0], params, seed)], CPU)
+
+
+@given(rows=st.integers(1, 5000), tiles=st.integers(1, 2048), processors=st.integers(1, 300))
+def test_blocks_that_wait_have_a_place_each_and_a_tile(rows: int, tiles: int, processors: int) -> None:
+    of_a_row, at_once, _ = choosing_grid(rows, tiles, processors)
+    each = -(-tiles // of_a_row)  # as the kernel shares them out
+    assert 1 <= of_a_row * at_once <= processors
+    assert (of_a_row - 1) * each < tiles <= of_a_row * each
+    assert at_once == min(rows, processors)
+    assert each <= -(-tiles // (processors // at_once))
+
+
 @pytest.mark.usefixtures("host")
 def test_a_row_does_not_depend_on_the_others() -> None:
     rng = np.random.default_rng(3)
@@ -114,6 +152,27 @@ def test_faults_are_counted() -> None:
     tokens, faults = sample_all(cases, CPU)
     assert faults == [0, 3, -1, 60]
     assert all(0 <= token < 3000 for token in tokens)
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("temperature", [0.0, 0.01])
+def test_penalties_without_a_draw(temperature: float) -> None:
+    """Or as good as without one; tokens are recent once, often, or in results that the host does not know."""
+    rng = np.random.default_rng(5)
+    for number in range(24):
+        logits = rng.standard_normal(2500).astype(np.float32)
+        likeliest = np.argsort(-logits)[: 1 + number % 6]
+        context = [int(rng.integers(2500)), *rng.choice(likeliest, 3 * len(likeliest)).tolist()]
+        params = SamplingParams(
+            temperature=temperature,
+            top_k=0,
+            top_p=1.0,
+            min_p=0.0,
+            repetition_penalty=float(rng.choice([1.0, 1.05])),
+            presence_penalty=float(rng.choice([0.0, 0.02])),
+            frequency_penalty=float(rng.choice([0.05, 0.1, -0.05])),
+        )
+        check_choices([Case(logits, context, params, number)], CPU, ahead=number % 2 == 1)
 
 
 @pytest.mark.usefixtures("host")

@@ -19,6 +19,9 @@ inline uint32_t count_up_to(uint32_t* count, uint32_t last) {
   *count = before >= last ? 0 : before + 1;
   return before;
 }
+inline void wait_for_count(const uint32_t* count, uint32_t least) {
+  while (*count < least) wait_for_other_blocks();
+}
 inline void add_up(uint64_t* sum, uint64_t value) { *sum += value; }
 inline uint32_t load_acquire_system(const uint32_t* from) { return __atomic_load_n(from, __ATOMIC_ACQUIRE); }
 inline uint32_t load_relaxed_system(const uint32_t* from) { return __atomic_load_n(from, __ATOMIC_RELAXED); }

@@ -48,6 +48,13 @@ __device__ __forceinline__ uint32_t count_up_to(uint32_t* count, uint32_t last) 
   return before;
 }
 
+// Until a count that other blocks increment is at least so much; acquires. All of these blocks must have a
+// place on the device at once.
+__device__ __forceinline__ void wait_for_count(const uint32_t* count, uint32_t least) {
+  while (load_acquire(count) < least) {
+  }
+}
+
 // An addition without a result, so that the thread does not wait for it.
 __device__ __forceinline__ void add_up(uint64_t* sum, uint64_t value) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(sum)), "l"(value));

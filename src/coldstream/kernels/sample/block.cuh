@@ -27,11 +27,13 @@ __device__ __forceinline__ uint64_t inclusive_sum_in_warp(uint64_t x) {
   return x;
 }
 
-// Thread t holds the items 4t … 4t + 3; all threads get the answer.
-__device__ __forceinline__ Crossing find_crossing(const uint64_t (&items)[items_per_thread],
-                                                  uint64_t target) {
+// The first item, of four a thread, at which the running sum reaches the target. A call, as it is long and a
+// kernel needs it often; the answer is in shared memory until the next one.
+__device__ __noinline__ const Crossing& find_crossing_of(uint64_t first, uint64_t second, uint64_t third,
+                                                         uint64_t fourth, uint64_t target) {
   __shared__ uint64_t warp_sums[block_warps];
   __shared__ Crossing result;
+  const uint64_t items[items_per_thread] = {first, second, third, fourth};
   const int warp = threadIdx.x / warp_size;
   const uint64_t own = (items[0] + items[1]) + (items[2] + items[3]);
   uint64_t running = inclusive_sum_in_warp(own);
@@ -57,6 +59,12 @@ __device__ __forceinline__ Crossing find_crossing(const uint64_t (&items)[items_
   return result;
 }
 
+// Thread t holds the items 4t … 4t + 3; all threads get the answer.
+__device__ __forceinline__ Crossing find_crossing(const uint64_t (&items)[items_per_thread],
+                                                  uint64_t target) {
+  return find_crossing_of(items[0], items[1], items[2], items[3], target);
+}
+
 __device__ __forceinline__ uint64_t sum_in_block(uint64_t x) {
   const uint64_t items[items_per_thread] = {x, 0, 0, 0};
   return find_crossing(items, never).total;
@@ -73,6 +81,17 @@ __device__ __forceinline__ uint64_t greatest_in_block(uint64_t x) {
   if (threadIdx.x % warp_size == 0) warp_results[threadIdx.x / warp_size] = x;
   __syncthreads();
   for (int w = 0; threadIdx.x == 0 && w < block_warps; w++) x = warp_results[w] > x ? warp_results[w] : x;
+  return x;
+}
+
+// The same in all threads.
+__device__ __forceinline__ uint64_t greatest_for_all(uint64_t x) {
+  __shared__ uint64_t greatest;
+  x = greatest_in_block(x);
+  if (threadIdx.x == 0) greatest = x;
+  __syncthreads();
+  x = greatest;
+  __syncthreads();
   return x;
 }
 

@@ -11,20 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coldstream.kernels.cuda.array import DeviceArray
-from coldstream.kernels.cuda.program import CudaProgram
+from coldstream.kernels.cuda.limits import device_limits
+from coldstream.kernels.cuda.program import CudaProgram, Grid
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.sample.settings import RowSettings
 
-ROW_BYTES = 106560  # of workspace for one row
+ROW_BYTES = 106528  # of workspace for one row
 THREADS, BLOCK_TOKENS = 512, 2048
 MAX_VOCAB = BLOCK_TOKENS**2  # as one block combines the results of all blocks of a row
 
 SCAN = f"sampler_scan<{ROW_BYTES}>"
-PROGRAM = CudaProgram(
-    Path(__file__).with_name("sample.cu"),
-    (SCAN, "sampler_bins", "sampler_truncate", "sampler_draw"),
-    is_slow=True,
-)
+CHOOSE = "sampler_choose"
+PROGRAM = CudaProgram(Path(__file__).with_name("sample.cu"), (SCAN, CHOOSE), is_slow=True)
 
 
 @declared_in("sample/rows.cuh")
@@ -48,7 +46,8 @@ def write_rows(
     to: NDArray[np.int32],
     recent: NDArray[np.int32],
 ) -> int:
-    """Writes settings of `rows` of logits as kernels read them; returns the tokens used of `recent`.
+    """Writes settings of `rows` of logits as kernels read them; returns the tokens used of `recent`, which
+    ascend within each row.
 
     to: int32 [T, SETTINGS_WORDS], contiguous. recent: int32 [n]; ValueError if penalties apply to more
     tokens.
@@ -57,7 +56,9 @@ def write_rows(
     first = 0
     for index, (each, row) in enumerate(zip(settings, rows, strict=True)):
         count = len(each.recent)
-        recent[first : first + count] = each.recent
+        own = recent[first : first + count]
+        own[:] = each.recent
+        own.sort()
         structures[index] = _RowSettings(
             temperature=each.temperature,
             top_p=each.top_p,
@@ -87,7 +88,7 @@ def sample_cuda(
     *,
     draws: bool,
 ) -> None:
-    """The tokens after T rows of float32 logits [n, vocab], of any row stride: five launches, or one.
+    """The tokens after T rows of float32 logits [n, vocab], of any row stride: one launch.
 
     settings: int32 [T, SETTINGS_WORDS] and recent: int32 [m], as `write_rows` leaves them, the rows all
     different. earlier: int32 [k, 2], as `chosen`, of which a recent token −1 − i names the i-th; memory of
@@ -111,12 +112,21 @@ def sample_cuda(
         states=workspace.data_ptr(),
         chosen=chosen.data_ptr(),
         earlier=earlier.data_ptr(),
+        num_rows=num_rows,
     )
-    grid = (-(-vocab // BLOCK_TOKENS), num_rows, 1)  # one block for 2048 tokens of a row
-    PROGRAM.kernel(SCAN).launch(grid, THREADS, (sampling,), overlap=True)
-    if not draws:
-        return
-    PROGRAM.kernel("sampler_bins").launch(grid, THREADS, (sampling,), overlap=True)
-    for stage in range(2):
-        PROGRAM.kernel("sampler_truncate").launch(grid, THREADS, (sampling, stage), overlap=True)
-    PROGRAM.kernel("sampler_draw").launch(grid, THREADS, (sampling,), overlap=True)
+    num_tiles = -(-vocab // BLOCK_TOKENS)
+    if draws:
+        grid = choosing_grid(num_rows, num_tiles, device_limits().num_processors)
+        PROGRAM.kernel(CHOOSE).launch(grid, THREADS, (sampling,), overlap=True)
+    else:
+        PROGRAM.kernel(SCAN).launch((num_tiles, num_rows, 1), THREADS, (sampling,), overlap=True)
+
+
+def choosing_grid(num_rows: int, num_tiles: int, num_processors: int) -> Grid:
+    """Blocks of a row, and rows at once.
+
+    Blocks wait for each other, so there is at most one for each multiprocessor. Each has a tile or more.
+    """
+    at_once = min(num_rows, num_processors)
+    tiles_of_a_block = -(-num_tiles // (num_processors // at_once))
+    return -(-num_tiles // tiles_of_a_block), at_once, 1

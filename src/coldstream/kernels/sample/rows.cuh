@@ -1,7 +1,7 @@
 // Inputs and outputs of a launch of the sampler, by row.
 #pragma once
 
-#include "sample/truncate.cuh"
+#include "sample/state.cuh"
 
 namespace coldstream {
 
@@ -25,22 +25,42 @@ struct SampledToken {
   int fault;
 };
 
-// A block works on row blockIdx.y of `settings`, `states` and `chosen`.
-struct Sampling {
-  Logits logits;
-  const RowSettings* settings;
-  const int* recent;   // tokens of all rows; −1 − i: the token of earlier[i]
-  float* unpenalised;  // their logits, while penalties are in the logits' memory
-  SamplerRow* states;
-  SampledToken* chosen;
-  const SampledToken* earlier;  // results of other launches
+// What belongs to one of the rows that a launch chooses for.
+struct SampledRow {
+  Row logits;
+  const RowSettings& settings;
+  SamplerRow& state;
+  SampledToken& chosen;
+  const int* recent;   // of the row, ascending
+  float* unpenalised;  // their logits
+  const SampledToken* earlier;
 
   __device__ __forceinline__ int recent_token(int i) const {
     return recent[i] < 0 ? earlier[~recent[i]].token : recent[i];
   }
-  __device__ __forceinline__ const RowSettings& own_settings() const { return settings[blockIdx.y]; }
-  __device__ __forceinline__ SamplerRow& own_state() const { return states[blockIdx.y]; }
-  __device__ __forceinline__ Row own_logits() const { return logits.row(own_settings().row); }
+};
+
+// By rows of `settings`, `states` and `chosen`.
+struct Sampling {
+  Logits logits;
+  const RowSettings* settings;
+  const int* recent;   // tokens of all rows, of each row ascending; −1 − i: the token of earlier[i]
+  float* unpenalised;  // their logits, while penalties are in the logits' memory
+  SamplerRow* states;
+  SampledToken* chosen;
+  const SampledToken* earlier;  // results of other launches
+  int num_rows;
+
+  __device__ __forceinline__ SampledRow row(int index) const {
+    const RowSettings& own = settings[index];
+    return {logits.row(own.row),
+            own,
+            states[index],
+            chosen[index],
+            recent + own.first_recent,
+            unpenalised + own.first_recent,
+            earlier};
+  }
 };
 
 }  // namespace coldstream

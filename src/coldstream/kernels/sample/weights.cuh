@@ -8,8 +8,9 @@ namespace coldstream {
 
 constexpr double weight_one = 1099511627776.0;  // 2^40: the weight of the largest logit
 
-// exp(x) * 2^40, rounded down, for x <= 0; below -28 nothing is left.
-__device__ __forceinline__ uint64_t weight_of_exponent(double x) {
+// exp(x) * 2^40, rounded down, for x <= 0; below -28 nothing is left. A call, as it is as long as the rest of
+// a kernel if each place has its own.
+__device__ __noinline__ uint64_t weight_of_exponent(double x) {
   if (!(x >= -28.0)) return 0;
   constexpr double coefficients[13] = {1.0 / 479001600.0,
                                        1.0 / 39916800.0,
@@ -36,7 +37,7 @@ __device__ __forceinline__ uint64_t weight_of_exponent(double x) {
   return static_cast<uint64_t>(floor(result * power_of_two * weight_one));
 }
 
-__device__ __forceinline__ uint64_t token_weight(float logit, float largest, double temperature) {
+__device__ __noinline__ uint64_t token_weight(float logit, float largest, double temperature) {
   return weight_of_exponent((double(logit) - double(largest)) / temperature);
 }
 

@@ -29,16 +29,6 @@ __device__ __forceinline__ float sum_of_block(float x) {
   return sum;
 }
 
-__device__ __forceinline__ uint64_t greatest_for_all(uint64_t x) {
-  __shared__ uint64_t greatest;
-  x = greatest_in_block(x);
-  if (threadIdx.x == 0) greatest = x;
-  __syncthreads();
-  x = greatest;
-  __syncthreads();
-  return x;
-}
-
 // The greatest keys of the block's threads, each of which has `count` different ones; zeros after the last.
 template <int count, int most_ranks>
 __device__ __forceinline__ void greatest_keys(uint64_t (&own)[count], uint64_t (&found)[most_ranks]) {
