@@ -58,6 +58,7 @@ _OTHER_NAMES = {
     "man": "help",
     "check": "doctor",
     "diagnose": "doctor",
+    "version": "--version",
     "perplexity": "verify",
     "selftest": "verify",
     "test": "verify",
@@ -218,12 +219,33 @@ def _run(arguments: Sequence[str] | None, session: Session) -> int:
         raise
     except click.UsageError as error:
         verb = error.ctx.command_path if error.ctx else "coldstream"
-        return _fail(f"{error.format_message().rstrip('.')} (see {verb} --help)", error.exit_code)
+        is_option = isinstance(error, click.NoSuchOption)
+        problem = _no_such_option(error) if is_option else error.format_message().rstrip(".")
+        return _fail(f"{problem} (see {verb} --help)", error.exit_code)
     except Exception as error:
         failed = _fail(*_describe(error), verbose=session.verbose)
         _discard_output()
         return failed
     return code if isinstance(code, int) else 0
+
+
+def _no_such_option(error: click.NoSuchOption) -> str:
+    """What is said of an option that a verb lacks: verbs that have it, or similar ones that help shows."""
+    name = error.option_name
+    problem = f"No such option {name}"
+    if error.ctx is None or not name.startswith("--"):
+        return problem
+    if verbs := [verb for verb in VERBS if name in _shown_options(cli.get_command(error.ctx, verb))]:
+        return f"{problem}: it is one of {', '.join(verbs)}"
+    close = difflib.get_close_matches(name, _shown_options(error.ctx.command))
+    return f"{problem}: did you mean {' or '.join(close)}?" if close else problem
+
+
+def _shown_options(command: click.Command | None) -> list[str]:
+    """The long options of a command that its help shows."""
+    options = [option for option in command.params if isinstance(option, click.Option)] if command else []
+    names = [name for option in options if not option.hidden for name in option.opts + option.secondary_opts]
+    return [name for name in names if name.startswith("--")]
 
 
 def _describe(error: Exception) -> tuple[str, int]:

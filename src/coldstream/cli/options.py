@@ -36,6 +36,10 @@ _EXPERTS = (
 )
 _GRID = "prompts are computed on a fixed grid, so that results don't depend on it; leave it out"
 _CONTEXT = "use --ctx-size N, or leave it out for as many tokens as the memory allows"
+_IN_REQUESTS = (
+    "each request to `coldstream serve` takes one (`coldstream help server`), and so does SamplingParams of "
+    "the Python interface"
+)
 _MAPPED = "experts are read where the file is mapped, other weights are copied; --ram SIZE bounds the memory"
 
 ANSWERS: Final = {
@@ -58,6 +62,10 @@ ANSWERS: Final = {
     ("--cpu-offload-gb",): "use --ram SIZE (16G, for example), or leave it out for most of what is free",
     ("--kv-cache-dtype",): "use --cache-type-k, which sets the values' type, too",
     ("--max-num-seqs",): "use --parallel N with `coldstream serve`",
+    ("-np",): "use --parallel N with `coldstream serve`",
+    ("--grammar", "--grammar-file"): _IN_REQUESTS,
+    ("-j", "-jf", "--json-schema", "--json-schema-file"): _IN_REQUESTS,
+    ("--sleep-idle-seconds",): "use --idle-unload MINUTES with `coldstream serve`",
     ("--served-model-name",): "use --alias NAME with `coldstream serve`",
     ("--tensor-parallel-size", "-tp"): "one GPU computes, with the CPU beside it; leave it out",
     ("--speculative-config",): "use --spec-type, and --model-draft for a drafter's file",
