@@ -219,8 +219,9 @@ def _run(arguments: Sequence[str] | None, session: Session) -> int:
         raise
     except click.UsageError as error:
         verb = error.ctx.command_path if error.ctx else "coldstream"
-        is_option = isinstance(error, click.NoSuchOption)
-        problem = _no_such_option(error) if is_option else error.format_message().rstrip(".")
+        problem = error.format_message().rstrip(".")
+        if isinstance(error, click.NoSuchOption):
+            problem = _no_such_option(error)
         return _fail(f"{problem} (see {verb} --help)", error.exit_code)
     except Exception as error:
         failed = _fail(*_describe(error), verbose=session.verbose)
