@@ -63,6 +63,22 @@ def test_experts_from_the_disk_and_texts_side_by_side_change_no_token(paths: tup
     assert tokens_of(found) == expected
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_real_gpu_drafts_by_it(tmp_path: Path, family: str) -> None:
+    """The tokens are those of a CPU, and as many drafts are accepted as of a whole file."""
+    whole, trunk, sidecar = write_split(tmp_path, make_whole(family), shares=family == "qwen4exp")
+    settings = {"device": "cuda", "threads": "auto", "tree_budget": 3}
+    within = answers(whole, spec_type="mtp", **settings)
+    beside = answers(trunk, model_draft=sidecar, **settings)
+    assert tokens_of(beside) == tokens_of(answers(trunk, **NO_SIDECAR))
+    for one, other in zip(within, beside, strict=True):
+        found, expected = other.statistics.speculation, one.statistics.speculation
+        assert found is not None
+        assert expected is not None
+        assert (found.drafted, found.accepted) == (expected.drafted, expected.accepted)
+
+
 def test_a_plan_counts_it_as_a_block_of_the_models_file(paths: tuple[str, str, str]) -> None:
     whole, trunk, sidecar = paths
     plain = plan_by_name(EngineConfig(trunk, device="cpu", ctx_size=256, **NO_SIDECAR))

@@ -10,7 +10,7 @@ from builders import make_model, write_model
 from coldstream.errors import InconsistentError, LimitError, ModelFormatError, UnsupportedError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.rope.scaling import yarn_magnitude
-from coldstream.models.dflash.metadata import ARCHITECTURES, spec_of_metadata
+from coldstream.models.dflash.metadata import ARCHITECTURES, OTHER_DRAFTERS, spec_of_metadata
 from coldstream.models.dflash.spec import DflashLayer, DflashRope, DflashSpec
 from dflash_cases import CASES, MIXED, as_in_gguf, config, spec_of, write_gguf_drafter
 
@@ -137,9 +137,20 @@ def test_another_architecture_is_no_drafter(tmp_path: Path) -> None:
         spec_of_metadata(file.metadata)
 
 
-def test_a_block_for_multi_token_prediction_in_a_file_of_its_own_is_no_drafter(tmp_path: Path) -> None:
-    """As it is published beside models, for programs that take it as a drafter."""
+def test_a_whole_model_is_no_drafter_though_it_holds_a_block(tmp_path: Path) -> None:
     (path,) = write_model(tmp_path / "mtp.gguf", make_model("qwen4exp", nextn=True))
-    match = r"'qwen4exp', drafters are .* or as the model a file that holds its MTP block"
+    match = (
+        r"'qwen4exp', drafters are .*: give a DFlash drafter, or a sidecar with the model's MTP block alone"
+    )
     with GGUFFile.open(path) as file, pytest.raises(UnsupportedError, match=match):
         spec_of_metadata(file.metadata)
+
+
+@pytest.mark.parametrize("name", OTHER_DRAFTERS)
+def test_drafters_of_other_kinds_are_named_with_what_drafts_instead(tmp_path: Path, name: str) -> None:
+    path = write_gguf_drafter(tmp_path / "other.gguf", spec_of(config()), {}, name)
+    with GGUFFile.open(path) as file, pytest.raises(UnsupportedError) as caught:
+        spec_of_metadata(file.metadata)
+    message = str(caught.value)
+    assert f"{name!r}, {OTHER_DRAFTERS[name]}, which is not supported: give a DFlash drafter" in message
+    assert message.endswith("or draft by --spec-type ngram")

@@ -27,6 +27,7 @@ _LAGUNA: Final = "DFlashLagunaForCausalLM"
 # Whether it is of the second kind.
 _KINDS: Final = {"DFlashDraftModel": False, "DFlash2DraftModel": True, _LAGUNA: False}
 _SECOND_KEYS: Final = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_OTHERWISE: Final = "choose another drafter, or draft by --spec-type ngram"
 # Values that change nothing, of keys for what is not computed here.
 _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "input_embedding_scale": (1, 1.0),
@@ -177,12 +178,12 @@ def _refuse_unknown(keys: Metadata) -> None:
         for key in (name, f"rope.{name}"):
             value = keys.get(key, allowed[0])
             if isinstance(value, np.ndarray) or value not in allowed:
-                problem = f"{value!r:.40}, supported is {allowed[-1]!r}: choose another drafter"
+                problem = f"{value!r:.40}, supported is {allowed[-1]!r}: {_OTHERWISE}"
                 raise keys.error(UnsupportedError, name, problem)
     names = keys.get("architectures", [])
     for name in names if isinstance(names, list) else [str(names)]:
         if name not in _KINDS:
-            problem = f"{name!r:.60}, supported are {', '.join(_KINDS)}: choose another drafter"
+            problem = f"{name!r:.60}, supported are {', '.join(_KINDS)}: {_OTHERWISE}"
             raise keys.error(UnsupportedError, "architectures", problem)
         has_second = any(key in keys for key in _SECOND_KEYS)
         if _KINDS[name] != has_second:

@@ -101,7 +101,7 @@ def matched_names(
         if canonical not in shapes:
             raise UnsupportedError(
                 f"{shorten(path)}: the tensor {name:.80} belongs to {_part_of(name)}, which is not "
-                "supported: choose another drafter"
+                "supported: choose another drafter, or draft by --spec-type ngram"
             )
         if canonical in names:
             raise InconsistentError(

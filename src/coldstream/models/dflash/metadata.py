@@ -77,6 +77,20 @@ ARCHITECTURES: Final[Mapping[str, _Convention]] = {
 }
 
 
+# What other programs draft with, by the architecture that its files state.
+OTHER_DRAFTERS: Final[Mapping[str, str]] = {
+    "eagle3": "an EAGLE-3 head",
+    "gemma4-assistant": "Gemma 4's assistant, which reads the keys and values of its model",
+    "gemma4_assistant": "Gemma 4's assistant, which reads the keys and values of its model",
+    "gemma4-dflash-draft": "a DFlash drafter of Gemma 4, which scales embeddings and caps logits",
+    "qwen35_mtp": "an MTP block under a name that converters have given up",
+    "qwen35moe_mtp": "an MTP block under a name that converters have given up",
+}
+_GIVE: Final = (
+    "give a DFlash drafter, or a sidecar with the model's MTP block alone, or draft by --spec-type ngram"
+)
+
+
 def spec_of_metadata(keys: Metadata) -> DflashSpec:
     """The spec that the metadata of a GGUF file gives.
 
@@ -85,10 +99,10 @@ def spec_of_metadata(keys: Metadata) -> DflashSpec:
     """
     name = keys.text("general.architecture")
     if name not in ARCHITECTURES:
-        problem = f"{name!r:.60}, drafters are {', '.join(ARCHITECTURES)}: give a DFlash drafter"
-        if f"{name}.nextn_predict_layers" in keys:
-            problem += ", or as the model a file that holds its MTP block too"
-        raise keys.error(UnsupportedError, "general.architecture", problem)
+        what = f"drafters are {', '.join(ARCHITECTURES)}"
+        if name in OTHER_DRAFTERS:
+            what = f"{OTHER_DRAFTERS[name]}, which is not supported"
+        raise keys.error(UnsupportedError, "general.architecture", f"{name!r:.60}, {what}: {_GIVE}")
     return _SpecReader(keys, name, ARCHITECTURES[name]).spec()
 
 

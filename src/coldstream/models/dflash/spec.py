@@ -280,7 +280,8 @@ def check_target(spec: DflashSpec, target: ModelSpec) -> None:
     if target.hyper_connections is not None:
         raise ConfigError(
             f"a drafter reads one residual stream, and {target.architecture} has "
-            f"{target.hyper_connections.num_streams}: draft in another way"
+            f"{target.hyper_connections.num_streams}: give a sidecar with its MTP block, or draft in "
+            "another way"
         )
     if spec.aux_layers[-1] >= target.num_layers:
         raise ConfigError(
