@@ -130,7 +130,7 @@ def test_help_shows_every_public_name(help_text: str, name: str) -> None:
 
 def test_help_shows_signatures_and_how_to_begin(help_text: str) -> None:
     assert "from coldstream import LLM, SamplingParams" in help_text
-    assert "ctx_size: int | None = None" in help_text
+    assert "ctx_size: int | str | None = None" in help_text
     assert "temperature: float = 0.8" in help_text
 
 
@@ -161,6 +161,8 @@ def test_the_settings_of_llm_are_the_fields_of_its_configuration() -> None:
         accepted = get_type_hints(EngineConfig)[field.name]
         if field.name in ("model", "plan", "model_draft", "chat_template"):
             accepted = accepted | os.PathLike[str]
+        if field.name == "ctx_size":
+            accepted = accepted | str  # "32k"
         assert (field.name, hints[field.name]) == (field.name, accepted)
         assert field.name == "model" or parameter.kind is inspect.Parameter.KEYWORD_ONLY
         assert re.search(rf"^ *- (\w+, )*{field.name}(, \w+)*: ", LLM.__doc__ or "", re.MULTILINE)

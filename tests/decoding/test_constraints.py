@@ -1,5 +1,6 @@
 """What a request may demand of its answer, and when an answer repeats itself."""
 
+import json
 from typing import Any
 
 import pytest
@@ -43,6 +44,13 @@ from coldstream.errors import InvalidRequestError
 def test_a_demand_out_of_range_is_refused_by_name(make: Any, name: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"^{name}[: ]"):
         make()
+
+
+def test_a_schema_that_is_no_text_is_refused_with_how_to_give_it() -> None:
+    schema: Any = {"type": "object"}
+    with pytest.raises(InvalidRequestError, match=r"give json\.dumps\(schema\)"):
+        Grammar("json_schema", schema)
+    assert Grammar("json_schema", json.dumps(schema)).text == '{"type": "object"}'
 
 
 def test_a_demand_is_never_ignored() -> None:

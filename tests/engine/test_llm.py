@@ -1,7 +1,10 @@
 """`LLM` over a hash model: requests, streams, limits, reuse of the live state."""
 
+import copy
 import itertools
+import pickle
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -266,6 +269,13 @@ def test_a_closed_llm_says_so(llm: LLM, runner: HashRunner) -> None:
             next(stream)
     with pytest.raises(InvalidRequestError, match="closed"):
         llm.generate("the")
+
+
+@pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_model_is_not_pickled_or_copied(llm: LLM, duplicate: Callable[[object], object]) -> None:
+    with pytest.raises(InvalidRequestError, match="open the model where it is needed"):
+        duplicate(llm)
+    assert llm.generate("still here", GREEDY)[0].text
 
 
 def test_twenty_requests_in_a_row_stay_right(llm: LLM) -> None:

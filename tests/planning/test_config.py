@@ -16,6 +16,8 @@ from coldstream.planning.config import EngineConfig
         ({"zzz": 1}, "unknown setting zzz: there are model, ctx_size"),
         ({"ctx_size": -1}, "ctx_size must be an integer from 0"),
         ({"ctx_size": 2**31}, "ctx_size"),
+        ({"ctx_size": "2G"}, "ctx_size must be an integer from 0"),
+        ({"ctx_size": "long"}, "ctx_size (--ctx-size) must be a number of tokens such as 8192 or 32k"),
         ({"ctx_size": 1.5}, "ctx_size"),
         ({"ctx_size": True}, "ctx_size"),
         ({"vram": "6 apples"}, "vram (--vram) must be a size such as 6G, or auto, not '6 apples'"),
@@ -63,6 +65,11 @@ def test_wrong_settings_are_refused_by_name(options: dict[str, object], message:
         EngineConfig.from_options({"model": "m.gguf", **options})
     assert message in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+def test_a_context_may_be_written_as_on_the_command_line() -> None:
+    sizes = [EngineConfig.from_options({"model": "m", "ctx_size": text}).ctx_size for text in ("32k", "512")]
+    assert sizes == [32768, 512]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 This module knows neither tokens nor how a grammar is checked; `coldstream.engine.grammar` does.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -42,6 +43,8 @@ class Grammar:
         if self.kind not in get_args(GrammarKind):
             known = ", ".join(get_args(GrammarKind))
             raise InvalidRequestError(f"grammar.kind: {shown(self.kind)} is not one of {known}")
+        if self.kind == "json_schema" and isinstance(self.text, Mapping):
+            raise InvalidRequestError("grammar.text is a schema as JSON: give json.dumps(schema)")
         _check_text("grammar.text", self.text, MAX_GRAMMAR_CHARS, is_empty=self.kind == "json_object")
         check_flag("grammar.is_lenient", self.is_lenient)
         limits = {"whitespace": MAX_WHITESPACE_CHARS, "calls": MAX_GRAMMAR_CHARS, "frame": MAX_GRAMMAR_CHARS}

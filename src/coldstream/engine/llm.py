@@ -56,8 +56,9 @@ class LLM(Closing):
     The settings are the command line's flags, but for the last two:
 
     - model: a path, or org/repo[:QUANT] on the hub.
-    - ctx_size: tokens of context, prompt and answer together; None: all that the model was trained for if
-      half of the memory beside its weights holds them, otherwise what that holds, or up to 32768.
+    - ctx_size: tokens of context, prompt and answer together, also as "32k"; None: all that the model was
+      trained for if half of the memory beside its weights holds them, otherwise what that holds, or up to
+      32768.
     - vram: bytes of the GPU's memory, also as "6G"; auto: what is free.
     - ram: the same for weights in RAM; auto: what is available.
     - plan: a file of `coldstream plan --out`, instead of budgets, context, cache types and window.
@@ -88,7 +89,7 @@ class LLM(Closing):
         self,
         model: str | os.PathLike[str],
         *,
-        ctx_size: int | None = None,
+        ctx_size: int | str | None = None,
         vram: int | str = "auto",
         ram: int | str = "auto",
         plan: str | os.PathLike[str] | None = None,
@@ -156,6 +157,12 @@ class LLM(Closing):
     def opened(self) -> OpenedModel:
         """The parts: concrete configuration, runner, tokenizer, template and the file's sampling defaults."""
         return self._opened
+
+    def __reduce__(self) -> Never:
+        raise InvalidRequestError(
+            "an LLM cannot be pickled or copied: it holds memory and threads of this process; "
+            "open the model where it is needed"
+        )
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer of the model's file: `encode(text)` gives ids, `decode(ids)` a text."""

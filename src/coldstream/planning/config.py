@@ -190,7 +190,7 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "EngineConfig":
-        """The configuration with these fields; paths may be path objects.
+        """The configuration with these fields; paths may be path objects, and `ctx_size` a text such as 32k.
 
         Raises ConfigError, with advice, for a key that is none.
         """
@@ -203,7 +203,8 @@ class EngineConfig:
             for name in ("model", "plan", "model_draft", "chat_template")
             if isinstance(options.get(name), os.PathLike)
         }
-        return cls(**{**options, **paths})
+        context = {"ctx_size": _num_tokens(options["ctx_size"])} if "ctx_size" in options else {}
+        return cls(**{**options, **paths, **context})
 
 
 def parse_size(text: str) -> int:
@@ -212,6 +213,17 @@ def parse_size(text: str) -> int:
     if match is None:
         raise ValueError(f"{text!r} is not a size; write for example 4096, 8k or 10G")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _num_tokens(value: object) -> object:
+    """A context as people write it as a number; what is no text stays."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_size(value)
+    except ValueError:
+        message = f"ctx_size (--ctx-size) must be a number of tokens such as 8192 or 32k, not {shown(value)}"
+        raise ConfigError(message) from None
 
 
 def _advice(key: str, names: Sequence[str]) -> str:
