@@ -244,7 +244,7 @@ def test_the_token_does_not_follow_to_another_server(
     with HubServer({MODEL: LARGE}) as storage:
         server.storage = storage
         assert pull(REPO, hub=hub).read_bytes() == LARGE
-    assert "Bearer hf_secret" in server.tokens
+    assert set(server.tokens) == {"Bearer hf_secret"}
     assert storage.tokens == [None]
 
 
@@ -314,6 +314,18 @@ def test_no_room_is_said_before_anything_comes(
     assert not server.downloads()
     monkeypatch.setattr("coldstream.gguf.hub_download.free_bytes", lambda folder: len(LARGE) - 71)
     assert pull(REPO, hub=hub).read_bytes() == LARGE
+
+
+def test_room_is_looked_for_again_before_each_file(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs write too."""
+    first, second = (f"Tiny-Q4_K_M-0000{number}-of-00002.gguf" for number in (1, 2))
+    free = [100, 100, 49]
+    monkeypatch.setattr("coldstream.gguf.hub_download.free_bytes", lambda folder: free.pop(0))
+    with HubServer({first: b"a" * 50, second: b"b" * 50}) as server:
+        full = Hub(cache_dir=hub.folder(), endpoint=server.endpoint)
+        with pytest.raises(StorageError, match=rf"{second}: 50 bytes are to come, 49 are free"):
+            pull(REPO, hub=full)
+        assert [path.rpartition("/")[2] for path, _ in server.downloads()] == [first]
 
 
 @pytest.mark.sharded(of="processes")

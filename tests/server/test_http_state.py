@@ -165,22 +165,41 @@ async def test_metrics_count_requests_tokens_and_times(http: httpx2.AsyncClient)
     assert all(":" not in name for name in after)
 
 
-def test_metrics_say_how_full_each_pool_is() -> None:
-    counts: dict[str, Any] = {each.name: 0 for each in fields(EngineStatistics)}
-    counts |= {
-        "memory": CacheSize(512, 16, 64, 26),
-        "free_memory": CacheSize(500, 13, 64, 11),
-        "prefixes": PrefixStatistics(),
-        "expert_times": None,
+def test_every_metric_is_the_count_that_it_names() -> None:
+    """No two counts are equal here, so that none can stand for another."""
+    names = (each.name for each in fields(EngineStatistics))
+    counts: dict[str, Any] = {name: 100 + number for number, name in enumerate(names)}
+    of_prefixes = {each.name: 500 + number for number, each in enumerate(fields(PrefixStatistics))}
+    memory, free = CacheSize(11, 12, 15, 16), CacheSize(13, 14, 17, 18)
+    held = {"memory": memory, "free_memory": free, "expert_times": None}
+    statistics = EngineStatistics(**counts | held | {"prefixes": PrefixStatistics(**of_prefixes)})
+    found = samples(Metrics().render(statistics, False).decode())
+    same = ("prompt_tokens", "generated_tokens", "steps", "preemptions")
+    expected = {f"{name}_total": counts[name] for name in same}
+    expected |= {
+        f"requests_total {how}": counts[f"{how}_requests"] for how in ("finished", "cancelled", "failed")
     }
-    found = samples(Metrics().render(EngineStatistics(**counts), False).decode())
-    for name, total, free in (
-        ("kv_blocks", 512, 500),
-        ("kv_sliding_window_blocks", 26, 11),
-        ("states", 16, 13),
-    ):
-        assert found[f"coldstream_{name}"] == total
-        assert found[f"coldstream_{name}_free"] == free
+    expected |= {f"prefix_{name}_total": of_prefixes[name] for name in ("prompts", "hits", "evictions")}
+    expected |= {
+        f"step_part_seconds_total {part}": counts[f"{part}_s"]
+        for part in ("draft", "launch", "wait", "token")
+    }
+    expected |= {"requests_running": counts["running"], "requests_waiting": counts["waiting"]}
+    expected |= {"kv_blocks": 11, "states": 12, "kv_blocks_free": 13, "states_free": 14}
+    expected |= {"kv_sliding_window_blocks": 16, "kv_sliding_window_blocks_free": 18}
+    expected |= {
+        "prefixes_kept": of_prefixes["kept"],
+        "prompt_tokens_reused_total": counts["reused_tokens"],
+        "step_rows_total": counts["computed_rows"],
+        "step_seconds_total": counts["step_s"],
+        "draft_tokens_total": counts["drafted_tokens"],
+        "draft_tokens_accepted_total": counts["accepted_tokens"],
+        "expert_uses_total fast": counts["expert_hits"],
+        "expert_uses_total other": counts["expert_misses"],
+    }
+    of_http = ("coldstream_http_", "coldstream_time_", "coldstream_inter_", "coldstream_sleeping")
+    of_engine = {name: value for name, value in found.items() if not name.startswith(of_http)}
+    assert of_engine == {f"coldstream_{name}": value for name, value in expected.items()}
 
 
 def test_metrics_say_where_time_went_that_experts_outside_fast_memory_took() -> None:

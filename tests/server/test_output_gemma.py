@@ -104,6 +104,7 @@ def test_thoughts(text: str, reasoning: str, content: str) -> None:
         ("<|tool_call>call:write_file{owner:null,mode:true}<tool_call|>", {"owner": None, "mode": True}),
         ("<|tool_call>call:write_file{options:{deep:true,<|\"|>x<|\"|>:[1,{y:<|\"|>z<|\"|>}]}}<tool_call|>",
          {"options": {"deep": True, "x": [1, {"y": "z"}]}}),
+        ("<|tool_call>call:write_file{path:<|\"|>/a<|\"|>,path:<|\"|>/b<|\"|>}<tool_call|>", {"path": "/a"}),
         ("<|tool_call>call:write_file<tool_call|>", {}),
     ],
 )  # fmt: skip

@@ -79,6 +79,11 @@ def test_headers_of_calls(header: str) -> None:
             assert summary(events_of(f"{header}{arguments}{end}")) == ("", "", [("list_files", {})])
 
 
+def test_the_last_channel_of_a_header_counts() -> None:
+    text = "<|channel|>analysis<|channel|>final<|message|>Done.<|end|>"
+    assert summary(events_of(text)) == ("", "Done.", [])
+
+
 def test_several_calls_in_one_answer() -> None:
     text = f"{CALL_TEXT}<|call|><|start|>assistant{CALL_TEXT}<|call|>"
     assert calls_of(events_of(text)) == [WRITE, WRITE]

@@ -256,6 +256,9 @@ def test_a_value_may_hold_the_tags_of_calls() -> None:
     call = ("write_file", {"content": text, "path": "/a"})
     assert summary(events_of("xml", rendered("xml", *call))) == ("", "", [call])
     assert summary(events_of("hermes", rendered("hermes", *call))) == ("", "", [call])
+    tags = "</tool_call> <arg_key>x</arg_key> <arg_value>1</arg_value> and </arg_value> or </tool_call>."
+    call = ("write_file", {"content": tags, "path": "/a"})
+    assert summary(events_of("args", rendered("args", *call))) == ("", "", [call])
 
 
 def test_a_repeated_parameter_counts_once() -> None:
