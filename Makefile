@@ -79,7 +79,9 @@ sanitize: install-test sanitizers
 		tests/kernels/test_cpu_integer_attention.py tests/kernels/test_cpu_gated_delta_net.py \
 		tests/kernels/test_cpu_router.py tests/kernels/test_router_rules.py tests/kernels/test_attention_kinds.py \
 		tests/kernels/test_indexer.py tests/kernels/test_glu.py tests/kernels/test_expert_sizes.py \
-		tests/kernels/test_hyper_connections.py tests/kernels/test_ngram_embedding.py --cpu-only \
+		tests/kernels/test_hyper_connections.py tests/kernels/test_ngram_embedding.py tests/kernels/test_expert_pool.py \
+		tests/kernels/test_held_experts.py tests/kernels/test_cpu_commit.py tests/kernels/test_cpu_state_boundaries.py \
+		tests/kernels/test_cpu_row_ops.py tests/kernels/test_runtime.py --cpu-only \
 		--deselect tests/kernels/test_expert_sizes.py::test_a_whole_expert_of_gpt_oss \
 		--deselect tests/kernels/test_hyper_connections.py::test_kernels_compile
 
