@@ -28,8 +28,8 @@ COLS = (1, 3, 16, 31, 100, 256, 384, 1000, 2048, 5120)
 
 
 @for_each_architecture
-def test_kernels_compile(arch: str) -> None:
-    check_compiles(PROGRAM, arch)
+def test_kernels_compile(arch: str, part_of_examples: slice) -> None:
+    check_compiles(PROGRAM, arch, part_of_examples)
 
 
 def check_norm(rows: int, cols: int, gap: int = 0, *, as_floats: bool = True, as_codes: bool = True) -> None:

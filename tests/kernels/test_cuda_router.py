@@ -17,8 +17,8 @@ from coldstream.kernels.router.reference import choose_experts_exact
 
 @pytest.mark.sharded(of="compiled kernels")
 @for_each_architecture
-def test_kernels_compile(arch: str) -> None:
-    check_compiles(PROGRAM, arch)
+def test_kernels_compile(arch: str, part_of_examples: slice) -> None:
+    check_compiles(PROGRAM, arch, part_of_examples)
 
 
 def check_router(tokens: int, experts: int, cols: int, ranks: int, gap: int = 0, *, times: int = 2) -> None:
