@@ -245,9 +245,8 @@ def leave_out_other_shards(config: pytest.Config, items: list[pytest.Item], shar
     cases: dict[tuple[str, int], dict[str, list[pytest.Item]]] = {}
     for item in items:
         if marker := item.get_closest_marker("sharded"):
-            of = marker.kwargs.get("of")
-            (shards,) = marker.args or (OF_SHARDS if of else SHARDS,)
-            name = of or item.nodeid.partition("[")[0]
+            shards = shards_of(marker)
+            name = marker.kwargs.get("of") or item.nodeid.partition("[")[0]
             own, shared = item.nodeid, marker.kwargs.get("fixture")
             case = own if shared is None else f"{own.partition('::')[0]} {shared}"
             cases.setdefault((name, shards), {}).setdefault(case, []).append(item)
@@ -261,6 +260,12 @@ def leave_out_other_shards(config: pytest.Config, items: list[pytest.Item], shar
     leave_out(config, items, left_out)
     # The longest begin first, so that no process has one left when the others are done.
     items.sort(key=lambda item: not is_long(item))
+
+
+def shards_of(marker: pytest.Mark) -> int:
+    """How many shards the cases of a test have that is marked `sharded`."""
+    (shards,) = marker.args or (OF_SHARDS if "of" in marker.kwargs else SHARDS,)
+    return int(shards)
 
 
 def leave_out_other_places(config: pytest.Config, items: list[pytest.Item], shard: int) -> None:
@@ -291,11 +296,16 @@ def is_long(item: pytest.Item) -> bool:
     return marker is not None and "of" in marker.kwargs
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def part_of_examples(request: pytest.FixtureRequest) -> slice:
     """Which of a test's own random examples it tries: all of them, or one in SHARDS with `--shard`."""
     shard = request.config.getoption("--shard")
-    return slice(None) if shard is None else slice(shard % SHARDS, None, SHARDS)
+    return slice(None) if shard is None else examples_of(request.node.get_closest_marker("sharded"), shard)
+
+
+def examples_of(marker: pytest.Mark | None, shard: int) -> slice:
+    """Chosen by a part of the hash that chooses no cases: else a case would have the same ones always."""
+    return slice(shard // (shards_of(marker) if marker else 1) % SHARDS, None, SHARDS)
 
 
 @pytest.fixture(scope="session")

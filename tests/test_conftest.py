@@ -190,3 +190,17 @@ def test_shards_together_have_all_cases_of_a_sharded_test(file: str, test: str, 
     assert len(sharded) >= count
     for case in every:
         assert sum(case in shard for shard in shards) == (1 if case in sharded else count), case
+
+
+@pytest.mark.parametrize(
+    "marker", [None, pytest.mark.sharded, pytest.mark.sharded(6), pytest.mark.sharded(of="x")]
+)
+def test_every_case_meets_every_part_of_its_examples(
+    marker: pytest.MarkDecorator | None, request: pytest.FixtureRequest
+) -> None:
+    own = request.config.pluginmanager.getplugin(str(Path(__file__).with_name("conftest.py")))
+    mark = None if marker is None else marker.mark
+    shards = 1 if mark is None else own.shards_of(mark)
+    for case in range(2 * shards):
+        seeds = [seed for seed in range(shards * own.SHARDS) if own.is_of_shard(case, shards, seed)]
+        assert {own.examples_of(mark, seed).start for seed in seeds} == set(range(own.SHARDS))
