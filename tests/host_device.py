@@ -203,20 +203,21 @@ class HostKernel:
         *,
         shared_bytes: int = 0,
         overlap: bool = False,
+        together: bool = False,
     ) -> None:
-        """As `Kernel.launch`. AssertionError for errors of threads."""
+        """As `Kernel.launch`, without clusters. AssertionError for errors of threads."""
         if 0 in grid:
             return
         values = [program._as_c(arg) for arg in args]
-        self._device.driver.queue(partial(self._run, grid, block, values, shared_bytes))
+        self._device.driver.queue(partial(self._run, grid, block, values, shared_bytes, together))
 
-    def _run(self, grid: Grid, block: int, values: Sequence[Any], shared_bytes: int) -> None:
+    def _run(self, grid: Grid, block: int, values: Sequence[Any], shared_bytes: int, together: bool) -> None:
         device = self._device
         if device.before_launch is not None:
             device.before_launch()
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         device.launches += 1
         order, size = ctypes.c_uint64(device.launches), (ctypes.c_uint * 3)(*grid)
-        keeps_time = ctypes.c_bool(device.keeps_time)
-        failure = self._library.launch(self._index, pointers, size, block, shared_bytes, order, keeps_time)
+        ways = ctypes.c_bool(device.keeps_time), ctypes.c_bool(together)
+        failure = self._library.launch(self._index, pointers, size, block, shared_bytes, order, *ways)
         assert failure is None, f"{self._name}: {failure.decode()}"

@@ -5,9 +5,10 @@
 // runs as far as it can, so that what is missing between a write and a read of two warps, or of two lanes, is
 // seen. Now and then some lanes of a warp stay behind, so that it is seen where one of them tells other warps
 // what is true of itself alone. Up to three blocks are under way at a time, and alternate after some warps.
-// If all of them wait for other blocks, one more begins, up to these three. A block's shared memory is what
-// the kernels' library has of memory for each thread: it is brought in and out when another block takes its
-// turn, full of poison at first. Unit of work: one launch.
+// If all of them wait for other blocks, one more begins, up to these three. Of a launch whose blocks stay
+// together all are under way at once. A block's shared memory is what the kernels' library has of memory for
+// each thread: it is brought in and out when another block takes its turn, full of poison at first. Unit of
+// work: one launch.
 #include <string.h>
 #include <time.h>
 
@@ -247,8 +248,8 @@ class GridRun {
     shuffle(waiting_.data(), waiting_.size());
   }
 
-  void run() {
-    size_t at_once = 1 + random_numbers() % most_blocks;
+  void run(bool together) {
+    size_t at_once = together ? waiting_.size() : 1 + random_numbers() % most_blocks;
     int idle_runs = 0;
     for (;;) {
       while (active_.size() < at_once && !waiting_.empty()) begin_block();
@@ -403,7 +404,7 @@ void* take_product(int pending) {
 
 const char* run_grid(void (*function)(void**), void** arguments, const unsigned int* grid,
                      unsigned int threads, unsigned char* dynamic, unsigned long given,
-                     unsigned long available, unsigned long long seed, bool keeps_time) {
+                     unsigned long available, unsigned long long seed, bool keeps_time, bool together) {
   if (given > available) return "more dynamic shared memory than a block has";
   random_numbers.seed(seed);
   is_clock_real = keeps_time;
@@ -413,7 +414,7 @@ const char* run_grid(void (*function)(void**), void** arguments, const unsigned 
   gridDim = {grid[0], grid[1], grid[2]};
   blockDim = {threads, 1, 1};
   try {
-    GridRun({grid[0], grid[1], grid[2]}, threads, dynamic, given, available).run();
+    GridRun({grid[0], grid[1], grid[2]}, threads, dynamic, given, available).run(together);
   } catch (const std::exception& what) {
     error = what.what();
     return error.c_str();

@@ -43,7 +43,7 @@ static void (*const kernels[])(void**) = {KERNELS};
 // Null, or what the threads did wrong. `seed` decides in which order they run.
 extern "C" __attribute__((visibility("default"))) const char* launch(
     int kernel, void** arguments, const unsigned int* grid, unsigned int threads, unsigned int shared_bytes,
-    unsigned long long seed, bool keeps_time) {
+    unsigned long long seed, bool keeps_time, bool together) {
   return run_grid(kernels[kernel], arguments, grid, threads, reinterpret_cast<unsigned char*>(dynamic_shared),
-                  shared_bytes, sizeof dynamic_shared, seed, keeps_time);
+                  shared_bytes, sizeof dynamic_shared, seed, keeps_time, together);
 }

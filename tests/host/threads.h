@@ -54,7 +54,7 @@ void* take_product(int pending);
 // A launch: null, or what the threads did that they must not. `arguments` are addresses of the kernel's
 // arguments, `dynamic` is the block's shared memory of `available` bytes, of which the launch has given it
 // some. `keeps_time`: the device's clock is the host's, as it has to be where other threads of the host are
-// waited for.
+// waited for. `together`: blocks wait for each other, so that all of them are under way at once.
 const char* run_grid(void (*kernel)(void**), void** arguments, const unsigned int* grid, unsigned int threads,
                      unsigned char* dynamic, unsigned long given, unsigned long available,
-                     unsigned long long seed, bool keeps_time);
+                     unsigned long long seed, bool keeps_time, bool together);

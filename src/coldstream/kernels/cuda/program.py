@@ -51,12 +51,16 @@ class Kernel:
         *,
         shared_bytes: int = 0,
         overlap: bool = False,
+        together: bool = False,
+        cluster: int = 1,
     ) -> None:
         """Queue the kernel with `block` threads a block.
 
         An array passes its address, None a null pointer, int an int32, float a float32, a ctypes structure
         its bytes. shared_bytes: dynamic shared memory. With `overlap` the kernel may start before the one
-        before it has ended, and must itself wait for that. Raises DeviceError, OutOfMemoryError.
+        before it has ended, and must itself wait for that. `together`: blocks wait for each other, and a grid
+        that does not fit on the device at once is refused. cluster: blocks that reach each other's shared
+        memory. Raises DeviceError, OutOfMemoryError.
         """
         if 0 in grid:
             return
@@ -67,9 +71,14 @@ class Kernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
         config.sharedMemBytes = shared_bytes
         config.hStream = streams.current_stream().handle
-        if overlap and self._can_overlap:
-            config.attrs = [self._overlap]
-            config.numAttrs = 1
+        attributes = [self._overlap] if overlap and self._can_overlap else []
+        if together:
+            attributes.append(_together())
+        if cluster > 1:
+            attributes.append(_cluster_of(cluster))
+        if attributes:
+            config.attrs = attributes
+            config.numAttrs = len(attributes)
         values = [_as_c(arg) for arg in args]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         calls.checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
@@ -78,6 +87,24 @@ class Kernel:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         calls.checked(driver.cuFuncSetAttribute(self._function, attribute, num_bytes))
         self._shared_limit = num_bytes
+
+
+def _together() -> Any:
+    """The attribute of a cooperative launch."""
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+    attribute.value.cooperative = 1
+    return attribute
+
+
+def _cluster_of(num_blocks: int) -> Any:
+    """The attribute of a launch in clusters of adjacent blocks."""
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    dimension = attribute.value.clusterDim
+    dimension.x, dimension.y, dimension.z = num_blocks, 1, 1
+    attribute.value.clusterDim = dimension
+    return attribute
 
 
 class NotedKernel(Kernel):
