@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from coldstream.experts.copies import Copies, DirectCopies, FileCopies, Transfer
-from coldstream.experts.cpu_part import CpuPart
-from coldstream.experts.cpu_share import CpuShare, Lookahead, bus_order, likely_order
+from coldstream.experts.cpu_share import likely_order
 from coldstream.experts.host import HostExperts
 from coldstream.experts.partial_tables import PartialTables
 from coldstream.experts.staging import LayerShape, RingShape, StagingCopy, StagingRing, least_ring
+from coldstream.experts.step_division import StepDivision
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.array import DeviceArray, unowned
 from coldstream.kernels.cuda.runtime import allocations, copies, graphs, streams
@@ -70,16 +70,6 @@ class _BegunGroup:
     experts: Sequence[int]
     buffer: int
     transfer: Transfer
-
-
-@dataclass(frozen=True)
-class _Request:
-    """rows: of the step, and int [experts] of each expert. seconds: the CPU's, before it."""
-
-    rows: int
-    of_experts: Array
-    expert_bytes: int
-    seconds: float
 
 
 class _Moving:
@@ -134,12 +124,7 @@ class ExpertStream:
         self._locked: dict[int, bool] = {}  # of a step, by layer: whether it is, where it is mapped
         self._waiting: deque[_BegunGroup] = deque()  # begun and not computed, in the order of buffers
         self._moving: deque[_Moving] = deque()
-        self._lookahead, self._cpu_share, self._cpu_part = Lookahead(), CpuShare(host.max_rows), CpuPart()
-        self._with_cpu = False  # whether the CPU has a part in the step
-        self._begun: tuple[int, float] | None = None  # rows of a step that is compared, and its start
-        self._is_usual = False  # whether that step does nothing for the first time
-        self._known: set[tuple[int, bool]] = set()  # rows of steps that have run, and whether with the CPU
-        self._missed_bytes = 0  # of the step's experts without a slot
+        self._division = StepDivision(host.max_rows)
         self._layers: list[LayerShape] = []
         self._wanted: list[Array] = []  # by layer: tokens of the last prefill step, by expert
         self.resident = np.zeros((0, 0), bool)
@@ -150,7 +135,6 @@ class ExpertStream:
         )
         self._answered = allocations.page_locked((2,), "int32")  # `Mailbox.done` with an answer in time
         self._answered[0] = 1
-        self._asked: _Request | None = None  # of the CPU, the last one
 
     def add_layer(self, stacks: Sequence[ExpertTable]) -> None:
         """Adds the next layer. ValueError if one of its experts does not fit into a buffer."""
@@ -172,22 +156,16 @@ class ExpertStream:
 
     def set_times(self, times: MissTimes) -> None:
         """Begins anew with forecasts of what the CPU takes. No step may be running."""
-        self._cpu_share = CpuShare(self._host.max_rows)
         if self._layers:
             sizes = [sum(layer.sizes) for layer in self._layers]
-            self._cpu_share.begin_with(times, sum(sizes) / len(sizes))
+            self._division.begin_with(times, sum(sizes) / len(sizes))
 
     def start_step(self, rows: int) -> None:
         """Call before a step of `rows` rows whose experts are shared out."""
         self._drop_groups()
         while not self._host.bulk_done[0]:
             time.sleep(0)  # the CPU still computes for a step that failed
-        is_possible = rows <= self._host.max_rows
-        self._with_cpu = is_possible and self._cpu_part.choose(rows)
-        self._begun = (rows, time.perf_counter()) if is_possible else None
-        self._is_usual = (rows, self._with_cpu) in self._known  # rates and kernels are new to the first step
-        self._missed_bytes = 0
-        self._cpu_share.bus.start_step()
+        self._division.start(rows, time.perf_counter())
         self._locked.clear()
         if self._with_cpu:
             self._host.bulk_server.begin()
@@ -199,13 +177,7 @@ class ExpertStream:
         time.
         """
         self.settle()  # experts that a pool kept in place for copies are free again
-        rate = self._cpu_share.bus.end_step(with_cpu=self._with_cpu)
-        if self._begun is not None:
-            rows, start = self._begun
-            on_bus = self._missed_bytes / rate if rate else 0.0
-            seconds = time.perf_counter() - start
-            self._cpu_part.learn(rows, seconds, on_bus, with_cpu=self._with_cpu, is_usual=self._is_usual)
-            self._known.add((rows, self._with_cpu))
+        self._division.end(time.perf_counter())
         self._host.bulk_server.end()
         self._host.bulk_server.check()
         self._host.bulk.check()
@@ -240,6 +212,10 @@ class ExpertStream:
         kinds = self.resident.any(axis=1).astype(np.uint8) + self.resident.all(axis=1)
         return self._with_cpu, kinds.tobytes()
 
+    @property
+    def _with_cpu(self) -> bool:
+        return self._division.with_cpu
+
     def guesses(self, layer: int, tokens: int) -> bool:
         """Whether a step of so many rows guesses at the experts of `layer`, to copy them ahead.
 
@@ -263,35 +239,27 @@ class ExpertStream:
         ModelChangedError, DeviceError.
         """
         if graphs.recording() is not None:
-            self._is_usual = False  # the step takes longer than others
+            self._division.note_recording()
         self._ids_there.synchronize()
         ids = self._host.wanted_ids[:tokens]
         num_experts = self.resident.shape[1]
         counts = np.bincount(ids.reshape(-1), minlength=num_experts)
         self._wanted[layer] = counts
         missing = ~self.resident[layer]
-        num_wanted = int(np.count_nonzero(missing & (counts > 0)))
-        self.counters.wanted[layer] += num_wanted
-        self._missed_bytes += num_wanted * sum(self._layers[layer].sizes)
-        for group in self._waiting:
-            missing[group.experts] = False
-        order = bus_order(counts, missing, self._with_cpu)
-        num_on_cpu = self._num_on_cpu(layer, tokens, counts[order]) if self._with_cpu else 0
-        streamed, on_cpu = order[: len(order) - num_on_cpu], order[len(order) - num_on_cpu :]
-        self.counters.on_cpu[layer] += num_on_cpu
+        self.counters.wanted[layer] += int(np.count_nonzero(missing & (counts > 0)))
+        coming = [expert for group in self._waiting for expert in group.experts]
+        expert_bytes = sum(self._layers[layer].sizes)
+        bytes_coming = self._bytes_coming() if self._with_cpu else 0
+        shared = self._division.divide(counts, missing, coming, expert_bytes, bytes_coming)
+        on_cpu = shared.on_cpu
+        self.counters.on_cpu[layer] += len(on_cpu)
         if self._with_cpu:
             self._host.choose_bulk(ids, on_cpu, num_experts)
         if on_cpu:
-            before = self._asked
-            self._asked = _Request(
-                tokens, counts[on_cpu], sum(self._layers[layer].sizes), self._host.bulk_seconds
-            )
+            worked = self._host.bulk_seconds
             self._x_there.synchronize()
             self._host.ask_bulk(layer, tokens)
-            if before is not None:
-                self._cpu_share.learn_cpu(
-                    before.rows, before.of_experts, before.expert_bytes, self._asked.seconds - before.seconds
-                )
+            self._division.asked(counts[on_cpu], expert_bytes, worked)
         last = self._x_there
         if self._with_cpu:
             self._send_places(places, tokens)
@@ -300,8 +268,8 @@ class ExpertStream:
             self._bring_guess(guess)
             last = self._guess_there
         self._learn_bus()
-        self._lookahead.learn(len(self._moving), self._shape.count)
-        self._stream(layer, streamed, counts, tokens <= MAX_SHORT_ROWS, compute)
+        self._division.lookahead.learn(len(self._moving), self._shape.count)
+        self._stream(layer, shared.streamed, counts, tokens <= MAX_SHORT_ROWS, compute)
         self._begin_ahead(layer + 1, None if guess is None else tokens)
         streams.current_stream().wait_event(last)
 
@@ -333,21 +301,21 @@ class ExpertStream:
         wait_answer_cuda(self._host.bulk.done)
         return RowsElsewhere(places[:tokens], self._host.bulk.out[:tokens], places[tokens:].reshape(-1)[:2])
 
-    def _num_on_cpu(self, layer: int, tokens: int, rows: Array) -> int:
-        """rows: of the layer's experts that are not on their way, in the order of the bus."""
-        moving = 0
+    def _bytes_coming(self) -> int:
+        """That the bus has begun and not ended."""
+        coming = 0
         for each in reversed(self._moving):  # those before one that is over are over
             if each.transfer.is_over:
                 break
-            moving += each.transfer.num_bytes
-        return self._cpu_share.split(tokens, rows, sum(self._layers[layer].sizes), moving)
+            coming += each.transfer.num_bytes
+        return coming
 
     def _learn_bus(self) -> None:
         """Updates the measured rate of the bus by copies that are over."""
         while self._moving and self._moving[0].transfer.is_over:
             ended = self._moving.popleft()
             ended.finish()
-            self._cpu_share.bus.learn(ended.transfer.num_bytes, ended.seconds)
+            self._division.share.bus.learn(ended.transfer.num_bytes, ended.seconds)
 
     def _stream(
         self, layer: int, experts: Sequence[int], counts: Array, is_short: bool, compute: Compute
@@ -442,7 +410,7 @@ class ExpertStream:
         if layer >= len(self._layers):
             return
         most = self._layers[layer].capacity(self._shape.buffer_bytes)
-        most *= min(self._lookahead.count, self._ring.num_free)
+        most *= min(self._division.lookahead.count, self._ring.num_free)
         counts = self._wanted[layer]
         if guessed is not None:
             self._guess_there.synchronize()
@@ -460,7 +428,6 @@ class ExpertStream:
     def _drop_groups(self) -> None:
         """Drops groups that a failed step left; all other work of the device has ended."""
         self.settle()
-        self._asked = None
         self._moving.clear()
         self._waiting.clear()
         self._ring = StagingRing(self._shape.count)
