@@ -6,7 +6,7 @@ a decode step are shared out on the device: `kernels/experts/partition.cuh`.)
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,7 @@ Array = np.ndarray[Any, Any]
 
 FIRST_BUS_RATE, FIRST_CPU_RATE = 20e9, 10e9  # bytes a second, before any was measured
 BUS_GAIN = 1 / 16  # of a copy in the average of the last ones
-NUM_FASTEST = 1 / 10  # of a step's bytes
-KNOWN_FOR = 256  # steps with the CPU's part, in which another one without it counts
+KNOWN_FOR = 256  # steps with the CPU's part, in which copies without it count
 
 
 def bus_order(counts: Array, missing: Array, with_cpu: bool) -> list[int]:
@@ -49,56 +48,83 @@ def likely_order(last_counts: Array, missing: Array, with_cpu: bool) -> list[int
 class BusRate:
     """Bytes a second of copies to the device, by what the last ones took."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: float = FIRST_BUS_RATE) -> None:
+        """first: before any was measured."""
+        self._first = first
         self._num_bytes = self._seconds = 0.0  # of the last copies
-        self._copies: list[tuple[float, int]] = []  # since `start_step`: rate and bytes of each
-        self._beside: float | None = None  # of the last step, if the CPU had a part in it
+        self._beside, self._alone = _Copies(), _Copies()  # since `start_step`
+        self._last: float | None = None  # of the last step, if the CPU had a part in it
         self._gain: float | None = None  # without the CPU's part over beside it; None: not known
         self._num_steps = 0  # with the CPU's part, since then
 
     @property
     def now(self) -> float:
-        """Of the last copies, whatever the CPU did meanwhile."""
-        return self._num_bytes / self._seconds if self._seconds > 0 else FIRST_BUS_RATE
+        """Of the last copies while the CPU has a part."""
+        return self._num_bytes / self._seconds if self._seconds > 0 else self._first
+
+    @property
+    def knows_alone(self) -> bool:
+        """Whether copies without the CPU's part say how much faster they are than beside it."""
+        return self._gain is not None
 
     def start_step(self) -> None:
         """Forgets the copies of the step before, but not what the last ones took."""
-        self._copies.clear()
+        self._beside, self._alone = _Copies(), _Copies()
 
-    def learn(self, num_bytes: int, seconds: float) -> None:
-        """Takes note of a copy."""
-        if seconds > 0 and num_bytes > 0:
+    def learn(self, num_bytes: int, seconds: float, *, is_alone: bool = False) -> None:
+        """Takes note of a copy. is_alone: whether the CPU had nothing to compute meanwhile, in a step in
+        which it has a part.
+        """
+        if not (seconds > 0 and num_bytes > 0):
+            return
+        (self._alone if is_alone else self._beside).add(num_bytes, seconds)
+        if not is_alone or self._seconds == 0:
             self._num_bytes += num_bytes - BUS_GAIN * self._num_bytes
             self._seconds += seconds - BUS_GAIN * self._seconds
-            self._copies.append((num_bytes / seconds, num_bytes))
 
     def end_step(self, *, with_cpu: bool) -> float | None:
-        """The rate of all the step's copies without the CPU's part; None if nothing was copied.
+        """The rate of all the step's copies if the CPU had no part in it; None if that is not known.
 
-        A step beside the CPU says only what it is at most: its fastest copies may have had nothing beside
-        them, neither the CPU nor another program. The first step without the CPU's part behind it says how
-        many times as fast all copies are then.
+        Copies beside the CPU do not say it: the fastest of them may have had nothing beside them, neither the
+        CPU nor another program. Those of layers that were all the bus's say it, and a step without the CPU's
+        part behind one with it.
         """
-        before, self._beside = self._beside, None
-        if not self._copies:
-            return None
-        of_all = sum(num_bytes for _, num_bytes in self._copies)
-        mean = of_all / sum(num_bytes / rate for rate, num_bytes in self._copies)
+        before, self._last = self._last, None
+        beside, alone = self._beside.rate, self._alone.rate
         if not with_cpu:
-            if before is not None:
-                self._gain, self._num_steps = max(1.0, mean / before), 0
-            return mean
-        self._beside, self._num_steps = mean, self._num_steps + 1
-        if self._num_steps > KNOWN_FOR:
+            if before is not None and beside is not None:
+                self._gain, self._num_steps = max(1.0, beside / before), 0
+            return beside
+        self._last, self._num_steps = beside or alone, self._num_steps + 1
+        if alone is not None and self._last is not None:
+            self._gain, self._num_steps = max(1.0, alone / self._last), 0
+        elif self._num_steps > KNOWN_FOR:
             self._gain = None
-        fastest = self._fastest(NUM_FASTEST * of_all)
-        return fastest if self._gain is None else min(fastest, self._gain * mean)
+        return None if self._gain is None or self._last is None else self._gain * self._last
 
-    def _fastest(self, num_bytes: float) -> float:
-        """The least rate of the step's fastest copies, which have so many bytes together."""
-        ordered = sorted(self._copies, reverse=True)
-        reached = np.cumsum([each for _, each in ordered])
-        return ordered[int(np.argmax(reached >= num_bytes))][0]
+
+class _Copies:
+    """Bytes and seconds of some copies."""
+
+    def __init__(self) -> None:
+        self._num_bytes, self._seconds = 0, 0.0
+
+    def add(self, num_bytes: int, seconds: float) -> None:
+        self._num_bytes += num_bytes
+        self._seconds += seconds
+
+    @property
+    def rate(self) -> float | None:
+        """None if there is none."""
+        return self._num_bytes / self._seconds if self._seconds else None
+
+
+class Share(NamedTuple):
+    """Of a layer: experts of the CPU, and seconds as expected until both end, and if all are the bus's."""
+
+    on_cpu: int
+    seconds: float
+    on_bus: float
 
 
 class CpuShare:
@@ -116,7 +142,8 @@ class CpuShare:
         self._paces: dict[int, Pace] = {}  # by the bit length of a step's rows
 
     def begin_with(self, times: MissTimes, expert_bytes: float) -> None:
-        """Takes forecasts of the CPU's times for experts of so many bytes."""
+        """Takes forecasts of the bus's time and of the CPU's times for experts of so many bytes."""
+        self.bus = BusRate(1e9 * expert_bytes / times.bus)
         known = [times.cpu_time(rows) for rows in range(1, len(self._forecast))]
         self._forecast[1:] = 1e-9 * np.array(known, np.float64) / expert_bytes
 
@@ -126,18 +153,21 @@ class CpuShare:
             pace = self._paces.setdefault(rows.bit_length(), Pace())
             pace.learn(seconds / (expert_bytes * float(self._forecast[of_experts].sum())))
 
-    def split(self, rows: int, of_experts: Array, expert_bytes: int, bytes_on_their_way: int) -> int:
+    def split(self, rows: int, of_experts: Array, expert_bytes: int, bytes_on_their_way: int) -> Share:
         """How many experts the CPU computes in a step of `rows` rows, the last ones: at least one, so that
         its pace stays measured.
 
         of_experts: int [experts], rows of each, descending.
         """
         if len(of_experts) == 0:
-            return 0
+            return Share(0, 0.0, 0.0)
         pace = self._paces.get(rows.bit_length())
         on_cpu = np.cumsum(self._forecast[of_experts[::-1]]) * (pace.factor if pace else 1.0)
         on_bus = (bytes_on_their_way / expert_bytes + np.arange(len(of_experts))[::-1]) / self.bus.now
-        return 1 + int(np.argmin(np.maximum(on_cpu, on_bus)))
+        both = np.maximum(on_cpu, on_bus)
+        best = int(np.argmin(both))
+        of_all = bytes_on_their_way / expert_bytes + len(of_experts)
+        return Share(1 + best, expert_bytes * float(both[best]), expert_bytes * of_all / self.bus.now)
 
 
 class Lookahead:

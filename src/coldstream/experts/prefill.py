@@ -23,7 +23,7 @@ from coldstream.experts.cpu_share import likely_order
 from coldstream.experts.host import HostExperts
 from coldstream.experts.partial_tables import PartialTables
 from coldstream.experts.staging import LayerShape, RingShape, StagingCopy, StagingRing, least_ring
-from coldstream.experts.step_division import StepDivision
+from coldstream.experts.step_division import Division, StepDivision
 from coldstream.kernels.cuda.activations import Activations
 from coldstream.kernels.cuda.array import DeviceArray, unowned
 from coldstream.kernels.cuda.runtime import allocations, copies, graphs, streams
@@ -75,7 +75,7 @@ class _BegunGroup:
 class _Moving:
     """A transfer that is not known to have ended, and the experts that it reads in a pool.
 
-    behind: one that was not over when it was begun.
+    behind: one that was not over when it was begun. is_alone: see `Division`.
     """
 
     def __init__(
@@ -85,8 +85,11 @@ class _Moving:
         held: Iterable[int],
         transfer: Transfer,
         behind: Transfer | None,
+        *,
+        is_alone: bool,
     ) -> None:
         self._host, self._layer, self._held = host, layer, tuple(held)
+        self.is_alone = is_alone
         self.transfer, self._behind = transfer, behind
 
     @property
@@ -269,7 +272,7 @@ class ExpertStream:
             last = self._guess_there
         self._learn_bus()
         self._division.lookahead.learn(len(self._moving), self._shape.count)
-        self._stream(layer, shared.streamed, counts, tokens <= MAX_SHORT_ROWS, compute)
+        self._stream(layer, shared, counts, tokens <= MAX_SHORT_ROWS, compute)
         self._begin_ahead(layer + 1, None if guess is None else tokens)
         streams.current_stream().wait_event(last)
 
@@ -315,21 +318,19 @@ class ExpertStream:
         while self._moving and self._moving[0].transfer.is_over:
             ended = self._moving.popleft()
             ended.finish()
-            self._division.share.bus.learn(ended.transfer.num_bytes, ended.seconds)
+            self._division.copied(ended.transfer.num_bytes, ended.seconds, is_alone=ended.is_alone)
 
-    def _stream(
-        self, layer: int, experts: Sequence[int], counts: Array, is_short: bool, compute: Compute
-    ) -> None:
+    def _stream(self, layer: int, shared: Division, counts: Array, is_short: bool, compute: Compute) -> None:
         """Has groups copied and computed, first those that `_begin_ahead` began.
 
         is_short: whether the step is short. Its last groups share one launch.
         """
-        groups = deque(self._groups_of(layer, experts))
+        groups = deque(self._groups_of(layer, shared.streamed))
         ends = np.cumsum(counts)
         while groups or self._waiting:
             can_begin = groups and self._ring.num_free
             if can_begin:
-                self._begin(layer, groups.popleft())
+                self._begin(layer, groups.popleft(), is_alone=shared.is_alone)
             num_arrived = len(self._waiting) if is_short and not groups else self._num_arrived()
             if self._waiting and (num_arrived or not can_begin):
                 arrived = [self._waiting.popleft() for _ in range(max(1, num_arrived))]
@@ -341,7 +342,7 @@ class ExpertStream:
             (i for i, group in enumerate(self._waiting) if not group.transfer.is_over), len(self._waiting)
         )
 
-    def _begin(self, layer: int, experts: Sequence[int]) -> None:
+    def _begin(self, layer: int, experts: Sequence[int], *, is_alone: bool = False) -> None:
         """Queues the copy of a group into the next buffer, behind the last reader of that buffer."""
         buffer = self._ring.take()
         last = self._moving[-1].transfer if self._moving else None
@@ -356,7 +357,7 @@ class ExpertStream:
             self._host.release(layer, held)
             raise
         self._waiting.append(_BegunGroup(experts, buffer, transfer))
-        self._moving.append(_Moving(self._host, layer, held, transfer, behind))
+        self._moving.append(_Moving(self._host, layer, held, transfer, behind, is_alone=is_alone))
 
     def _copies_for(self, layer: int, copies: Sequence[StagingCopy]) -> Copies:
         """What makes these copies of a layer's experts: the copy engine alone, if the layer is locked where
