@@ -33,7 +33,15 @@ class Machine:
         self._num_updates, self._last = 0, -1
         self.ratios: list[float] = []  # of each update's time to the best possible
 
-    def run(self, ahead: CopiesAhead, updates: int, *, share: float = 0.7, may_try: bool = True) -> None:
+    def run(
+        self,
+        ahead: CopiesAhead,
+        updates: int,
+        *,
+        share: float = 0.7,
+        may_try: bool = True,
+        forecast: Curve = (),
+    ) -> None:
         for _ in range(updates):
             curve, load = self._times(self._num_updates)
             took = curve[ahead.count]
@@ -42,7 +50,8 @@ class Machine:
             self._last = ahead.count
             self.ratios.append(curve[ahead.count] / min(curve))
             slow = math.exp(self._noise * self._rng.normal())
-            ahead.learn(20e-6 * took * load * slow, share, MOST, may_try=may_try)
+            seconds = 20e-6 * took * load * slow
+            ahead.learn(seconds, share, MOST, may_try=may_try, forecast=forecast)
             self._num_updates += 1
 
 
@@ -131,10 +140,40 @@ def test_numbers_that_make_no_difference_are_not_tried() -> None:
         used.add(ahead.count)
         ahead.learn(1e-5, 0.7, 1)
     assert used == {0, MOST}
-    ahead = CopiesAhead(0, MOST, MOST)
-    for _ in range(UPDATES):
+
+
+@pytest.mark.parametrize("first", range(MOST + 1))
+def test_where_no_copy_comes_in_time_none_is_made_nor_tried(first: int) -> None:
+    """With any, the bus reads none in place. Until one comes in time again."""
+    ahead, machine, used = CopiesAhead(0, MOST, first), Machine(staying(CURVES[3])), set()
+    for _ in range(4 * UPDATES):
         ahead.learn(1e-5, 0.7, 0)
-    assert ahead.best == ahead.count == MOST
+        used.add(ahead.count)
+    assert used == {0}
+    machine.run(ahead, 2 * UPDATES)
+    assert CURVES[3][ahead.best] <= 1.02 * min(CURVES[3])
+    fixed = CopiesAhead(first, first, first)
+    fixed.learn(1e-5, 0.7, 0)
+    assert fixed.count == first, "what is fixed stays"
+
+
+@pytest.mark.parametrize("first", range(MOST + 1))
+def test_what_is_much_slower_by_forecast_is_not_among_the_first_that_are_tried(first: int) -> None:
+    """But later, now and then, as a forecast may be wrong."""
+    curve = (1.0, 1.05, 1.3, 1.6)
+    machine, ahead, used = Machine(staying(curve)), CopiesAhead(0, MOST, first), list[int]()
+    for _ in range(20 * UPDATES):
+        machine.run(ahead, 1, forecast=curve)
+        used.append(ahead.count)
+    begin = used.index(0)
+    assert set(used[begin:16]) <= {0, 1}, "what is smaller is tried, and what is not much slower"
+    assert set(used) == {0, 1, 2, 3}
+    assert ahead.best == 0
+    wrong = tuple(reversed(curve))
+    machine = Machine(staying(curve))
+    ahead = CopiesAhead(0, MOST, MOST)
+    machine.run(ahead, 8 * UPDATES, forecast=wrong)
+    assert ahead.best == 0
 
 
 def test_what_is_fixed_stays() -> None:
@@ -154,7 +193,7 @@ def test_absurd_times_are_left_out() -> None:
         ahead.learn(float(seconds), float(share), int(rng.integers(-1, 20)))
         assert 0 <= ahead.count <= MOST
     machine = Machine(staying((1.3, 1.0, 1.3, 1.3)))
-    machine.run(ahead, 8 * UPDATES)
+    machine.run(ahead, 40 * UPDATES)
     assert ahead.best == 1
 
 

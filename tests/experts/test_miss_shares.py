@@ -10,13 +10,14 @@ import pytest
 pytest.importorskip("cuda.bindings")
 
 from coldstream.experts.copies_ahead import CopiesAhead
-from coldstream.experts.miss_shares import STEPS_OF_AN_UPDATE, MissShares, Seen
+from coldstream.experts.miss_shares import STEPS_OF_AN_UPDATE, MissShares, Seen, likely_misses
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_RANKS
 from coldstream.kernels.experts.split import BY_FETCHES, BY_MISSES, NUM_WORDS, MissTimes
 from coldstream.kernels.experts.stamps import SUMS
 from coldstream.placement.controls import Controls, Moves
 
 LAYERS, RANKS = 6, 8
+ALL_LAYERS = (RANKS,) * 40
 TRUE = MissTimes(bus=60_000, cpu=tuple(30_000 + 500 * rows for rows in range(MAX_MAILBOX_ROWS)), answer=9_000)
 UPDATES = 100 // STEPS_OF_AN_UPDATE
 
@@ -42,6 +43,7 @@ class Steps:
     ) -> None:
         self._rng = np.random.default_rng(seed)
         self._request_ns, self.most, self._seen, self._noise = request_ns, most, seen, noise
+        self.least = 1  # that a layer misses
         self.held_up, self._slowed, self._misses = held_up, slowed, 0
         self._cpu = [[0, 0, 0.0] for _ in most]
         self._sums = np.zeros((len(most), 2, len(SUMS)), np.uint64)
@@ -64,7 +66,7 @@ class Steps:
         return elapsed / 1e9
 
     def _layer(self, layer: int, table: np.ndarray, times: MissTimes) -> int:
-        misses = int(self._rng.integers(1, self.most[layer] + 1))
+        misses = int(self._rng.integers(self.least, self.most[layer] + 1))
         self._misses += misses
         num_fetched = int(table[BY_FETCHES][misses])
         misses -= num_fetched
@@ -244,6 +246,58 @@ def test_a_number_of_copies_ahead_that_is_tried_contradicts_nothing() -> None:
     assert shares.statistics(RANKS).updates == 0  # type: ignore[union-attr]
 
 
+SLOW_BUS = MissTimes(300_000, (44_000,) * MAX_MAILBOX_ROWS, 20_000, cpu_left=800, layer=60_000)
+
+
+def cost_of_first_tokens(shares: MissShares, steps: Steps, times: MissTimes) -> float:
+    """What 64 tokens take over as many without copies ahead."""
+    shares.begin(steps.seen())
+    found = []
+    for _ in range(64 // STEPS_OF_AN_UPDATE):
+        found.append(steps.run(shares, times))
+        shares.learn(steps.seen())
+    fixed, others = Steps(2, 0, steps.most), MissShares(times, 8, Controls(Moves.NEVER))
+    fixed.least = steps.least
+    return sum(found) / sum(fixed.run(others, times) for _ in found)
+
+
+@pytest.mark.parametrize("misses", [8, 7])
+@pytest.mark.parametrize("bus", [1.0, 2.0, 4.0])
+def test_where_no_copy_would_come_in_time_the_first_tokens_try_none(bus: float, misses: int) -> None:
+    """Nearly all experts of a token are missing. Some number that no layer misses would have a copy."""
+    times = replace(SLOW_BUS, bus=round(bus * SLOW_BUS.bus), row_bus=round(bus * SLOW_BUS.bus / 2))
+    steps = Steps(2, 0, ALL_LAYERS)
+    steps.least = misses
+    ahead = CopiesAhead(0, 3, 0)
+    shares = MissShares(times, 8, Controls(Moves.NEVER), ahead, RANKS)
+    assert cost_of_first_tokens(shares, steps, times) <= 1.01
+    assert ahead.best == 0
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_the_first_tokens_do_not_try_what_is_much_slower_by_forecast(first: int) -> None:
+    """A bus that reads as fast as the CPU computes: with copies ahead it would read none in place."""
+    times = replace(TRUE, bus=70_000, row_bus=90_000, cpu=(140_000,) * MAX_MAILBOX_ROWS, layer=60_000)
+    steps, counts = Steps(2, 0, ALL_LAYERS), set()
+    steps.least = RANKS
+    ahead = CopiesAhead(0, 3, first)
+    shares = MissShares(times, 8, Controls(Moves.NEVER), ahead, RANKS)
+    shares.begin(steps.seen())
+    for _ in range(64 // STEPS_OF_AN_UPDATE):
+        steps.run(shares, times)
+        shares.learn(steps.seen())
+        counts.add(ahead.count)
+    assert ahead.best == 0
+    assert first or counts == {0}
+
+
+@pytest.mark.parametrize(
+    ("mean", "least", "most"), [(8.0, 8, 8), (0.0, 0, 0), (7.9, 7, 8), (4.0, 1, 7), (0.04, 0, 1), (9.5, 8, 8)]
+)
+def test_most_layers_miss_about_as_many_experts_as_the_mean(mean: float, least: int, most: int) -> None:
+    assert likely_misses(mean, RANKS) == (least, most)
+
+
 REQUEST_NS = 60_000  # about two experts' time
 WITH_REQUEST = replace(TRUE, answer=TRUE.answer + REQUEST_NS)
 
@@ -265,9 +319,6 @@ def test_a_text_that_misses_fewer_experts_than_at_first_contradicts_nothing() ->
         steps.most = tuple(max(1, most - layer % 2) for layer in range(LAYERS))
         learnt(shares, steps, TRUE, UPDATES)
         assert shares.statistics(RANKS) is None
-
-
-ALL_LAYERS = (RANKS,) * 40
 
 
 def best_fixed(true: MissTimes) -> float:

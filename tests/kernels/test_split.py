@@ -139,6 +139,30 @@ def test_what_is_copied_ahead_comes_in_time_and_no_other_number_is_faster(
     assert not any(replace(times, layer=0).by_fetches(MAX_RANKS, recall))
 
 
+@given(
+    times=miss_times(),
+    layer=st.integers(1, 1000),
+    recall=st.sampled_from([0.0, 0.74, 1.0]),
+    misses=st.integers(0, MAX_RANKS),
+)
+def test_what_a_layer_takes_by_the_number_of_copies_ahead(
+    times: MissTimes, layer: int, recall: float, misses: int
+) -> None:
+    """Without any the bus reads some in place. No more are copied than come in time."""
+    times = replace(times, layer=layer)
+    fetched = times.by_fetches(misses, recall)[misses]
+    found = times.by_most_fetches(misses, MAX_RANKS, recall)
+    assert len(found) == MAX_RANKS + 1
+    bus = times.row_bus or times.bus
+    in_place = replace(times, bus=bus)
+    assert found[0] == min(in_place.nanoseconds(count, [1] * (misses - count)) for count in range(misses + 1))
+    assert len(set(found[max(1, fetched) :])) == 1
+    if fetched:
+        assert found[fetched] == min(found[1:])
+    else:
+        assert found[-1] == pytest.approx(times._behind_copies(0, misses))
+
+
 @given(times=miss_times(), layer=st.integers(1, 1000), recall=st.sampled_from([0.0, 0.3, 0.74, 1.0]))
 def test_no_other_number_of_copies_for_several_rows_ends_earlier(
     times: MissTimes, layer: int, recall: float

@@ -76,10 +76,16 @@ class MissShares:
     """Times of a missing expert, and a number of threads, moved by what steps of one row took."""
 
     def __init__(
-        self, times: MissTimes, most_threads: int, controls: Controls, ahead: CopiesAhead | None = None
+        self,
+        times: MissTimes,
+        most_threads: int,
+        controls: Controls,
+        ahead: CopiesAhead | None = None,
+        num_ranks: int = MAX_RANKS,
     ) -> None:
         """times: forecast. most_threads: of the CPU, with which it begins. ahead: how many guessed experts
-        are copied to the device; None: there are no places for them.
+        are copied to the device; None: there are no places for them. num_ranks: experts of a token in a
+        layer.
         """
         self._forecast, self._controls = times, controls
         self._threads, self._contradiction = CpuThreads(most_threads), Contradiction()
@@ -88,7 +94,7 @@ class MissShares:
         self._before: Seen | None = None
         self._totals, self._overhead, self._tilt = _Totals(), Overhead(), BusTilt()
         self._num_updates = self._num_layers = 0
-        self._ahead, self._recall = ahead, Recall(GUESSED)
+        self._ahead, self._recall, self._num_ranks = ahead, Recall(GUESSED), num_ranks
         self._prompts = PromptPaces(times)
         self._words = self._words_now()
 
@@ -169,10 +175,12 @@ class MissShares:
         missing_s = step_s - self._num_layers * self._forecast.layer / 1e9
         if misses <= 0 or step_s <= 0:
             return
-        most = min(MAX_RANKS, math.ceil(2 * misses / self._num_layers))
-        useful = max(self.times.by_fetches(most, self._recall.share))
+        times, recall, of_layer = self.times, self._recall.share, misses / self._num_layers
+        least, most = likely_misses(of_layer, self._num_ranks)
+        useful = max(times.by_fetches(most, recall)[least:])
+        forecast = times.by_most_fetches(min(round(of_layer), self._num_ranks), useful, recall)
         may_try = not self._threads.is_trying and not self._tilt.is_trying
-        ahead.learn(missing_s / misses, missing_s / step_s, useful, may_try=may_try)
+        ahead.learn(missing_s / misses, missing_s / step_s, useful, may_try=may_try, forecast=forecast)
 
     def _is_moving(self, moves: Moves) -> bool:
         return moves is Moves.ALWAYS or (moves is Moves.IF_CONTRADICTED and self._contradiction.is_there)
@@ -230,6 +238,14 @@ class MissShares:
         by_bus = self.times.by_misses(num_ranks)[1:]
         ahead = self._ahead.best if self._ahead else 0
         return MissShareStatistics(self._num_updates, cpu, bus, by_bus, self._threads.count, ahead)
+
+
+def likely_misses(mean: float, num_ranks: int) -> tuple[int, int]:
+    """How many of `num_ranks` experts most layers miss, from least to most, if they miss `mean` of them."""
+    mean = min(mean, num_ranks)
+    deviation = math.sqrt(mean * (1 - mean / num_ranks))
+    least, most = math.floor(mean - 2 * deviation), math.ceil(mean + 2 * deviation)
+    return max(0, least), min(num_ranks, most)
 
 
 def _typical(units: Array, seconds: Array) -> Work:

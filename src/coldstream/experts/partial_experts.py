@@ -206,7 +206,9 @@ class PartialExperts:
             self._shares = None
         elif executor.tables.is_readable:
             decode, num_layers = executor.decode, len(executor.tables.layers)
-            shares = MissShares(times, self.host.ops.threads, self._controls, self._copies_ahead(decode))
+            num_ranks = self._plan.placement.model.num_experts_per_tok
+            ahead = self._copies_ahead(decode)
+            shares = MissShares(times, self.host.ops.threads, self._controls, ahead, num_ranks)
             server, counters = self.host.server, self._residency.cache.counters
             self._shares = StampedShares(
                 decode,

@@ -114,6 +114,17 @@ class MissTimes:
                 best, least = number, time
         return best
 
+    def by_most_fetches(self, misses: int, most: int, recall: float) -> tuple[float, ...]:
+        """What `misses` experts of a layer take in a step of one row, if none of a layer's, one, … `most` are
+        copied ahead. If any is, the bus reads none in place.
+        """
+        times = replace(self, bus=self.row_bus or self.bus)
+        on_bus = times.num_streamed([1] * misses)
+        in_place = times.nanoseconds(on_bus, [1] * (misses - on_bus))
+        fetched = self._num_fetched(misses, recall)
+        counts = (min(fetched, number) for number in range(1, most + 1))
+        return in_place, *(self._behind_copies(count, misses - recall * count) for count in counts)
+
     def _period(self, by_cpu: int) -> int:
         return self.layer + (self.answer + by_cpu * self.cpu[0] if by_cpu else 0)
 
