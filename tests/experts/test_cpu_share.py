@@ -242,6 +242,14 @@ def test_a_step_behind_another_one_without_the_cpu_says_nothing_of_both() -> Non
     assert shared.step(with_cpu=True) == pytest.approx(true)
 
 
+def test_the_bus_begins_with_what_a_plan_says_of_it() -> None:
+    share, size = CpuShare(2048), 10**6
+    share.begin_with(MissTimes(250_000, (10**4,) * MAX_MAILBOX_ROWS), size)
+    assert share.bus.now == 4e9
+    share.bus.learn(size, 1e-4)
+    assert share.bus.now == pytest.approx(1e10)
+
+
 def test_the_bus_is_kept_busy_and_no_more() -> None:
     ahead = Lookahead()
     for _ in range(10):

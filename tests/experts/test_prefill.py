@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from coldstream.errors import DeviceError, ModelChangedError
 from coldstream.experts import prefill
 from coldstream.experts.cpu_part import CpuPart
 from coldstream.experts.cpu_share import BusRate, CpuShare, Share
+from coldstream.experts.step_division import StepDivision
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cuda.host_memory import RegisteredMemory
 from device_model import Pieces
@@ -186,6 +188,34 @@ def test_a_step_goes_the_way_that_is_chosen_for_it_and_its_time_is_learned(
     assert [(rows, *rest) for rows, _, *rest in learned] == [
         (MAX_CPU_ROWS, way, is_usual) for way, is_usual in zip(ways, firsts, strict=True)
     ]
+
+
+@pytest.mark.parametrize("share", ["some", TRIED])
+def test_copies_of_a_layer_that_is_all_the_bus_s_count_as_without_the_cpu(
+    path: Path, monkeypatch: pytest.MonkeyPatch, share: str
+) -> None:
+    """Those that were begun ahead of its router do not: the CPU computed for the layer before."""
+    learned: list[tuple[int, bool]] = []
+    monkeypatch.setattr(CpuShare, "split", SHARES[share])
+    monkeypatch.setattr(
+        BusRate, "learn", lambda bus, size, seconds, *, is_alone: learned.append((size, is_alone))
+    )
+    with prompts_of(path, seed=1) as prompts:
+        prompts.stream.resident[:] = False
+        streamed: list[int] = []
+        divide = StepDivision.divide
+
+        def noted(division: StepDivision, *given: Any) -> Any:
+            found = divide(division, *given)
+            size = sum(prompts.stream._layers[0].sizes)
+            streamed.append(size * len(found.streamed) if found.is_alone else 0)
+            return found
+
+        monkeypatch.setattr(StepDivision, "divide", noted)
+        prompts.step(MAX_CPU_ROWS)
+        prompts.stream._learn_bus()
+        assert sum(size for size, is_alone in learned if is_alone) == sum(streamed)
+        assert (sum(streamed) > 0) == (share == TRIED)
 
 
 @any_schedule
