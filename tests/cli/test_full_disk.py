@@ -39,6 +39,7 @@ def _with_limit(limit: int, folder: Path, *arguments: str) -> subprocess.Complet
         (("profile", "--text", "text.py", "--threads", "1", "--out", "tiny.routing"), "tiny.routing", 100),
         (("profile", "--text", "text.py", "--threads", "1", "--plot", "my.svg"), "my.svg", 1000),
         (("plan", "--device", "cpu", "--out", "my.plan"), "my.plan", 100),
+        (("bench", "-p", "8", "-n", "0", "-r", "1", "--threads", "1", "--report", "r.md"), "r.md", 100),
     ],
 )
 @pytest.mark.parametrize("existed", [True, False])

@@ -15,6 +15,7 @@ from coldstream import __version__
 from coldstream.cli.doctor import finding_lines, summary
 from coldstream.cli.tables import pair_lines, table_lines
 from coldstream.cli.terminal import format_bytes, visible
+from coldstream.files import write_file
 from coldstream.planning.diagnosis import find, gather_facts
 from coldstream.planning.diagnosis.privacy import without_names
 
@@ -57,8 +58,8 @@ def describe_model(name: str, num_bytes: int) -> str:
 
 
 def write_report(report: RigReport, path: Path) -> None:
-    """Write the page, with what `coldstream doctor` finds."""
-    path.write_text(render(report, *_doctor()), encoding="utf-8")
+    """Write the page, with what `coldstream doctor` finds. Raises StorageError, and leaves what was there."""
+    write_file(path, render(report, *_doctor()).encode())
 
 
 def render(report: RigReport, machine: Mapping[str, str], findings: Sequence[str]) -> str:
