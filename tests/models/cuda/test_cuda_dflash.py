@@ -251,6 +251,23 @@ def test_a_head_of_a_k_type_multiplies_the_states_of_this_draft(tmp_path: Path, 
             both.check(6)
 
 
+def test_a_target_scales_its_embedding_and_caps_its_logits(tmp_path: Path, device: str) -> None:
+    """As gemma-4 does, with the same bits on both devices, and for drafters as well."""
+    dims = replace(SMALL_EXPERTS, hidden=WIDTH)
+    (target,) = write_gguf(tmp_path / "tiny.gguf", "gemma4", dims=dims, quant="Q8_0")
+    with pair(tmp_path / "drafter", target, CASES["full"] | {"final_logit_softcapping": 4.0}) as both:
+        rows = rounded(features(both.on_cpu.spec, 40))
+        for part in (rows[:20], rows[20:]):
+            both.append(part)
+            both.check(6)
+        plain = CpuDflash.lattice
+        model = both.on_cpu._model
+        states = both.on_cpu.hidden(ANCHOR, 6)[1:]
+        capped = plain(model, states, ANCHOR, 5)
+        model._logit_softcap = 0.0
+        assert not np.array_equal(capped.log_probs, plain(model, states, ANCHOR, 5).log_probs)
+
+
 @pytest.mark.parametrize("name", ["full", "second"])
 def test_rows_that_are_missing_are_not_seen(tmp_path: Path, target: Path, device: str, name: str) -> None:
     """Neither rows of tokens that it did not observe, nor what an earlier text left at their positions."""

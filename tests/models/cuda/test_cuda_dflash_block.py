@@ -1,6 +1,7 @@
 """The memory and the kernels of a drafter on a GPU are known before it is loaded. Needs no device."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,13 @@ def test_no_step_takes_more_than_was_counted(drafter: DflashFile) -> None:
     assert memory.persistent_bytes == counted.persistent
     assert memory.workspace_bytes == counted.workspace
     assert counted.total == counted.persistent + counted.workspace
+
+
+def test_scaled_embeddings_and_capped_logits_take_no_more(drafter: DflashFile) -> None:
+    counted, memory = BlockMemory.of(drafter), MemoryPlan()
+    target = replace(DraftTarget.planned(drafter.spec), embedding_scale=16.0, logit_softcap=4.0)
+    steps_of(DflashBlock.load(drafter, memory, target))
+    assert (memory.persistent_bytes, memory.workspace_bytes) == (counted.persistent, counted.workspace)
 
 
 def test_weights_take_as_many_bytes_as_in_the_file(drafter: DflashFile) -> None:

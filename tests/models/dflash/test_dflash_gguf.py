@@ -10,7 +10,7 @@ from builders import make_model, write_model
 from coldstream.errors import InconsistentError, LimitError, ModelFormatError, UnsupportedError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.rope.scaling import yarn_magnitude
-from coldstream.models.dflash.metadata import ARCHITECTURES, OTHER_DRAFTERS, spec_of_metadata
+from coldstream.models.dflash.metadata import ARCHITECTURES, OTHER_DRAFTERS, metadata_of, spec_of_metadata
 from coldstream.models.dflash.spec import DflashLayer, DflashRope, DflashSpec
 from dflash_cases import CASES, MIXED, as_in_gguf, config, spec_of, write_gguf_drafter
 
@@ -34,6 +34,19 @@ def test_trap_capture_plus_one_all_conventions_give_the_spec_of_the_configuratio
     """Mainline's layers are one more than Hugging Face's, the older ones are the same."""
     spec = spec_of(CASES[name])
     assert read(tmp_path, spec, architecture) == as_in_gguf(spec)
+
+
+def test_a_cap_of_logits_is_kept_in_both_kinds_of_files(tmp_path: Path) -> None:
+    """As drafters of Gemma 4 state it, at the top or in their section."""
+    values = config(final_logit_softcapping=30)
+    spec = spec_of(values)
+    assert spec.logit_softcap == 30.0
+    assert read(tmp_path, spec, changes={"dflash.final_logit_softcapping": 30.0}) == as_in_gguf(spec)
+    assert metadata_of(spec)["dflash.final_logit_softcapping"] == 30.0
+    del values["final_logit_softcapping"]
+    values["dflash_config"] = values["dflash_config"] | {"final_logit_softcapping": 30.0}
+    assert spec_of(values) == spec
+    assert read(tmp_path, spec_of(config())).logit_softcap == 0.0
 
 
 def test_causality_that_is_not_said_follows_the_windows(tmp_path: Path) -> None:
@@ -112,7 +125,7 @@ BROKEN: dict[str, tuple[type[ModelFormatError], str, dict[str, Any]]] = {
     "sections": (UnsupportedError, "dimension_sections", {"rope.dimension_sections": [8, 4, 4, 0]}),
     "longrope": (UnsupportedError, "'longrope', supported are", {"rope.scaling.type": "longrope"}),
     "logits": (UnsupportedError, "logit_scale", {"logit_scale": 0.5}),
-    "softcap": (UnsupportedError, "softcapping", {"final_logit_softcapping": 30.0}),
+    "softcap": (InconsistentError, "-1.0, expected 0.0 to", {"final_logit_softcapping": -1.0}),
     "anchor": (UnsupportedError, "dflash.sample_from_anchor", {"sample_from_anchor": True}),
     "experts": (UnsupportedError, "dflash.expert_count", {"expert_count": 8}),
     "half": (InconsistentError, "conv_group_size: missing", {"conv_kernel_size": 2}),

@@ -224,7 +224,7 @@ BROKEN: dict[str, tuple[type[ModelFormatError], str, dict[str, Any]]] = {
     "unscaled": (InconsistentError, "factor: missing", {"rope_scaling": {"rope_type": "yarn"}}),
     "act": (UnsupportedError, "hidden_act: 'gelu'", {"hidden_act": "gelu"}),
     "bias": (UnsupportedError, "attention_bias", {"attention_bias": True}),
-    "softcap": (UnsupportedError, "final_logit_softcapping", {"final_logit_softcapping": 30.0}),
+    "softcap": (InconsistentError, "final_logit_softcapping: -1", {"final_logit_softcapping": -1}),
     "scale": (
         UnsupportedError,
         "input_embedding_scale",

@@ -67,6 +67,23 @@ def refusal(spec: DflashSpec, model: ModelSpec) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize(("cap", "of_model"), [(30.0, 0.0), (30.0, 15.0), (0.0, 30.0), (30.0, 30.0)])
+def test_a_cap_of_logits_is_the_models(models: dict[str, ModelSpec], cap: float, of_model: float) -> None:
+    """A drafter that states none takes the model's."""
+    sizes, spec = PUBLISHED["gemma4"], models["gemma4"]
+    layers = (spec.layers * sizes.num_layers)[: sizes.num_layers]
+    model = replace(spec, vocab_size=sizes.vocab_size, hidden_size=sizes.hidden_size, layers=layers)
+    model, draft = (
+        replace(model, logit_softcap=of_model),
+        replace(drafter("gemma4", sizes), logit_softcap=cap),
+    )
+    if cap in (0.0, of_model):
+        check_target(draft, model)
+        return
+    has = f"at {of_model:g}" if of_model else "nowhere"
+    assert f"caps logits at 30, and the model caps them {has}: give the drafter" in refusal(draft, model)
+
+
 def test_families_are_all_listed() -> None:
     assert PUBLISHED.keys() == ARCHITECTURES.keys()
 

@@ -45,14 +45,26 @@ def weight_bytes(file: DflashFile) -> int:
 class CpuDflash:
     """The weights of a drafter, and the embedding and head of its target."""
 
-    def __init__(self, file: DflashFile, ops: CpuOps, token_embd: Weight, output: Weight) -> None:
+    def __init__(
+        self,
+        file: DflashFile,
+        ops: CpuOps,
+        token_embd: Weight,
+        output: Weight,
+        *,
+        embedding_scale: float = 1.0,
+        logit_softcap: float = 0.0,
+    ) -> None:
         """ops: `CpuOps.beside` those that the target, whose matrices these are, was loaded with.
+
+        embedding_scale, logit_softcap: the target's, as `ModelSpec` has them.
 
         The file may be closed afterwards. Raises UnsupportedError for a type that no kernel multiplies, and
         ModelChangedError if the file shrank.
         """
         self.spec, self.ops = file.spec, ops
         self._token_embd, self._output = token_embd, output
+        self._embedding_scale, self._logit_softcap = embedding_scale, logit_softcap
         self.weights = DflashWeights.load(file, ops)
 
     def new_sequence(self) -> "CpuDflashSequence":
@@ -89,8 +101,10 @@ class CpuDflash:
         return _rotated(keys, rotations), values.reshape(shape)
 
     def embed(self, token_ids: Sequence[int]) -> Array:
-        """Rows of the target's embedding."""
-        return self._gathered(self._token_embd, np.array(token_ids, np.int32))
+        """Rows of the target's embedding, scaled as the target scales them."""
+        rows = self._gathered(self._token_embd, np.array(token_ids, np.int32))
+        scale = self._embedding_scale
+        return rows if scale == 1 else np.asarray(self.ops.scale(rows, scale))
 
     def _gathered(self, table: Weight, row_ids: Array) -> Array:
         """Rows of a table for int32 numbers of any shape: float32 [..., width]."""
@@ -100,6 +114,8 @@ class CpuDflash:
     def lattice(self, hidden: Array, anchor: int, num_candidates: int) -> DraftLattice:
         """The candidates of rows [L, E] behind an anchor."""
         logits = self.product(hidden, self._output)
+        if self._logit_softcap:
+            logits = self.ops.softcap(logits, self._logit_softcap)
         if self.spec.second is None or self.weights.selector is None:
             token_ids, log_probs = self.ops.top_log_probs(logits, num_candidates)
             return DraftLattice(token_ids.astype(np.int64), log_probs.astype(np.float64))

@@ -240,7 +240,15 @@ class CpuRunner(ModelRunner):
         It has to be given up before the runner is closed. Raises UnsupportedError for a type of weights that
         no kernel multiplies, ModelChangedError and OutOfMemoryError.
         """
-        return CpuDflash(file, CpuOps.beside(self._ops), self._model.token_embd, self._model.output)
+        model, spec = self._model, self.spec
+        return CpuDflash(
+            file,
+            CpuOps.beside(self._ops),
+            model.token_embd,
+            model.output,
+            embedding_scale=spec.embedding_scale,
+            logit_softcap=spec.logit_softcap,
+        )
 
     def _mtp(self, ops: CpuOps, branching: int) -> CpuMtp:
         size = CacheSize(self.cache_size.num_blocks, self.cache_size.num_states)

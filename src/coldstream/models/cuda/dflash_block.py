@@ -7,7 +7,7 @@ counted before and that captured graphs know.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod, tau
 from typing import Final, Self
 
@@ -70,10 +70,24 @@ class DraftTarget:
     ops: CudaOps
     token_embd: CudaWeight
     head: QuantTensor  # of the first tokens
+    embedding_scale: float = 1.0
+    logit_softcap: float = 0.0
 
     @classmethod
     def of(cls, loaded: Loaded) -> Self:
-        return cls(loaded.ops, loaded.model.token_embd, first_rows(loaded.model.output, MAX_DRAFT_IDS))
+        model, spec = loaded.model, loaded.model.spec
+        head = first_rows(model.output, MAX_DRAFT_IDS)
+        return cls(loaded.ops, model.token_embd, head, spec.embedding_scale, spec.logit_softcap)
+
+    def embed(self, token_ids: DeviceArray) -> DeviceArray:
+        """Rows of the embedding, scaled as the model scales them."""
+        rows, scale = self.ops.embed(self.token_embd, token_ids), self.embedding_scale
+        return rows if scale == 1 else self.ops.scale(rows, scale)
+
+    def logits(self, states: Activations) -> DeviceArray:
+        """Logits of the first tokens."""
+        (logits,) = self.ops.linear(states, (self.head,))
+        return self.ops.softcap(logits, self.logit_softcap) if self.logit_softcap else logits
 
     @classmethod
     def planned(cls, spec: DflashSpec) -> Self:
@@ -87,7 +101,7 @@ class DraftTarget:
     def without_memory(self) -> "DraftTarget":
         """The same weights with operations that are only noted."""
         ops = CudaOps(MemoryPlan(), 1, 1, notes_kernels=True)
-        return DraftTarget(ops, self.token_embd, self.head)
+        return replace(self, ops=ops)
 
 
 @dataclass(frozen=True)
@@ -218,7 +232,7 @@ class DflashBlock:
         root, length: int32 [1] on the device. Writes the first positions of `candidate_ids` and `log_probs`.
         """
         states = self.states(num_rows, root, length)
-        (logits,) = self._target.ops.linear(states, (self._target.head,))
+        logits = self._target.logits(states)
         selector, count = self.weights.selector, num_rows - 1
         ids = self.candidate_ids[:count]
         own = self.log_probs[:count] if selector is None else self._ops.empty(*ids.shape)
@@ -245,7 +259,7 @@ class DflashBlock:
         ops.memory.start_step()
         target.ops.memory.start_step()
         ops.launch(copy_values_cuda, root.reshape(1, 1), self._ids[:1].reshape(1, 1))
-        x = target.ops.embed(target.token_embd, self._ids[:num_rows])
+        x = target.embed(self._ids[:num_rows])
         first, *others = self.weights.layers
         normed = ops.rms_norm(x, first.attn_norm, eps)
         for index, layer in enumerate(self.weights.layers):

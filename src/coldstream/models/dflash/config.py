@@ -32,7 +32,6 @@ _OTHERWISE: Final = "choose another drafter, or draft by --spec-type ngram"
 _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "input_embedding_scale": (1, 1.0),
     "output_multiplier": (1, 1.0),
-    "final_logit_softcapping": (0, 0.0),
     "attention_bias": (False,),
     "hidden_act": ("silu",),
     "partial_rotary_factor": (1, 1.0),
@@ -56,6 +55,7 @@ _FOREIGN: Final = {
 }
 _FLOATS: Final = {
     "rms_norm_eps", "rope_theta", "factor", "beta_fast", "beta_slow", "attention_factor",
+    "final_logit_softcapping",
 }  # fmt: skip
 
 
@@ -100,6 +100,7 @@ def spec_of_config(config: Mapping[str, Any], path: Path) -> DflashSpec:
             windows, keys.flag("is_causal") if "is_causal" in keys else None, is_laguna=is_laguna
         ),
         second=read_second(keys, _SECOND_KEYS, hidden_size, vocab_size),
+        logit_softcap=keys.number("final_logit_softcapping", 0.0, 1e6, 0.0),
         is_laguna=is_laguna,
     )
     check_numbers(

@@ -23,10 +23,10 @@ from coldstream.models.spec.hyperparameters import MAX_HEADS
 
 _TOKENS: Final = "tokenizer.ggml.tokens"
 _MASK_ID: Final = "tokenizer.ggml.mask_token_id"
+_SOFTCAP: Final = "final_logit_softcapping"
 # Values that change nothing, of keys for what is not computed here.
 _NEUTRAL: Final[Mapping[str, float]] = {
-    "logit_scale": 1.0, "embedding_scale": 1.0, "final_logit_softcapping": 0.0,
-    "rope.scaling.yarn_ext_factor": 1.0,
+    "logit_scale": 1.0, "embedding_scale": 1.0, "rope.scaling.yarn_ext_factor": 1.0,
 }  # fmt: skip
 _KNOWN: Final = {
     "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
@@ -35,7 +35,7 @@ _KNOWN: Final = {
     "attention.causal", "rope.freq_base", "rope.dimension_count", "rope.dimension_sections",
     "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
     "rope.scaling.finetuned", "rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast",
-    "rope.scaling.yarn_beta_slow", *_NEUTRAL,
+    "rope.scaling.yarn_beta_slow", _SOFTCAP, *_NEUTRAL,
 }  # fmt: skip
 
 
@@ -82,7 +82,7 @@ OTHER_DRAFTERS: Final[Mapping[str, str]] = {
     "eagle3": "an EAGLE-3 head",
     "gemma4-assistant": "Gemma 4's assistant, which reads the keys and values of its model",
     "gemma4_assistant": "Gemma 4's assistant, which reads the keys and values of its model",
-    "gemma4-dflash-draft": "a DFlash drafter of Gemma 4, which scales embeddings and caps logits",
+    "gemma4-dflash-draft": "a DFlash drafter of Gemma 4 as one other program writes it",
     "qwen35_mtp": "an MTP block under a name that converters have given up",
     "qwen35moe_mtp": "an MTP block under a name that converters have given up",
 }
@@ -131,6 +131,8 @@ def metadata_of(spec: DflashSpec) -> dict[str, MetaValue]:
         values["num_target_layers"] = spec.num_target_layers
     if spec.is_laguna:
         values[_DECODER] = _LAGUNA
+    if spec.logit_softcap:
+        values[_SOFTCAP] = spec.logit_softcap
     if spec.second is not None:
         second = spec.second
         numbers = (second.conv_kernel, second.conv_group, second.selector_rank, second.selector_top_k)
@@ -216,6 +218,7 @@ class _SpecReader:
             num_target_layers=self._num_target_layers(aux_layers),
             layers=layers_of(windows, keys.flag(causal) if causal in keys else None, is_laguna=is_laguna),
             second=self._second(hidden_size, vocab_size),
+            logit_softcap=self.number(_SOFTCAP, 0.0, 1e6, 0.0),
             is_laguna=is_laguna,
         )
         self._check_heads(head_dim)

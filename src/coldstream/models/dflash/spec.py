@@ -6,6 +6,7 @@ sublayer and a selector that scores pairs of neighbouring tokens as well. Laguna
 kind, with gates and further norms. Knows nothing of files and weights.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -111,6 +112,9 @@ class DflashSpec:
     num_target_layers: int | None  # None: the file does not say
     layers: tuple[DflashLayer, ...]
     second: Dflash2Spec | None = None  # None: a drafter of the first kind
+    # Of the target's logits, from which candidates are taken; 0: none is stated. The embedding is scaled as
+    # the target scales it, which files do not say.
+    logit_softcap: float = 0.0
     # Whether it is Laguna's: every auxiliary layer has a norm before `fc`, committed rows pass through each
     # layer's first norm, and every head of attention has a gate, the softplus of a product.
     is_laguna: bool = False
@@ -275,6 +279,12 @@ def check_target(spec: DflashSpec, target: ModelSpec) -> None:
                 f"the drafter is for a model with {what.format(drafter_has)}, and the model has "
                 f"{target_has}: {advice}"
             )
+    if spec.logit_softcap and not math.isclose(spec.logit_softcap, target.logit_softcap, rel_tol=1e-6):
+        has = f"at {target.logit_softcap:g}" if target.logit_softcap else "nowhere"
+        raise ConfigError(
+            f"the drafter is for a model that caps logits at {spec.logit_softcap:g}, and the model caps them "
+            f"{has}: {advice}"
+        )
     if spec.is_laguna and target.architecture != "laguna":
         raise ConfigError(f"the drafter is for Laguna, and the model is {target.architecture}: {advice}")
     if target.hyper_connections is not None:
