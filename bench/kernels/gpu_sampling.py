@@ -60,7 +60,7 @@ def seconds_of(logits: torch.Tensor, settings: RowSettings) -> float:
     rows = len(logits)
     workspace = torch.zeros(rows, ROW_BYTES, dtype=torch.uint8, device=CUDA)
     chosen = torch.zeros(rows, 2, dtype=torch.int32, device=CUDA)
-    unpenalised = torch.zeros(rows * RECENT, device=CUDA)
+    unchanged = torch.zeros(rows * RECENT, device=CUDA)
     to, tokens = np.zeros((rows, SETTINGS_WORDS), np.int32), np.zeros(rows * RECENT, np.int32)
     each = [replace(settings, seed=row) for row in range(rows)]
     write_rows(each, range(rows), to, tokens)
@@ -68,7 +68,7 @@ def seconds_of(logits: torch.Tensor, settings: RowSettings) -> float:
     draws = settings.temperature != 0
 
     def choose() -> None:
-        sample_cuda(logits, *inputs, unpenalised, workspace, chosen, chosen, draws=draws)
+        sample_cuda(logits, *inputs, unchanged, workspace, chosen, chosen, draws=draws)
 
     return graph_seconds([choose] * LAUNCHES)
 

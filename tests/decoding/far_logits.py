@@ -63,13 +63,16 @@ class FarStep:
     def _choose(self, logits: Logits, settings: RowSettings) -> Result:
         observed = dict(vars(settings))
         recent, seed, position = observed.pop("recent"), observed.pop("seed"), observed.pop("position")
+        biases = dict(zip(observed.pop("biased"), observed.pop("biases"), strict=True))
+        forbidden_ids = [id_ for id_, bias in biases.items() if bias == -np.inf]
+        observed["logit_bias"] = {id_: bias for id_, bias in biases.items() if id_ not in forbidden_ids}
         known = [self.device.results[-1 - id_][0] if id_ < 0 else id_ for id_ in recent]
         context = [0] * (position - len(recent)) + known
         if num_bad := int((~np.isfinite(logits)).sum()):
             return 0, num_bad
         try:
             return sample_token(
-                logits, context, SamplingParams(**observed, repeat_last_n=len(recent)), seed
+                logits, context, SamplingParams(**observed, repeat_last_n=len(recent)), seed, forbidden_ids
             ), 0
         except GenerationFault:
             return 0, -1

@@ -15,7 +15,7 @@ from coldstream.decoding.logprobs import token_logprobs
 from coldstream.decoding.sampling import sample_token
 from coldstream.decoding.sampling_params import Logits, SamplingParams
 from coldstream.errors import GenerationFault, InvalidRequestError
-from coldstream.kernels.sample.settings import RowSettings
+from coldstream.kernels.sample.settings import MAX_BIASED, RowSettings
 
 VOCAB = 30
 GREEDY = SamplingParams(temperature=0)
@@ -127,10 +127,21 @@ def test_a_device_gets_every_setting_by_its_name() -> None:
         "frequency_penalty": -0.5,
     }
     step = FarStep(np.zeros((1, 9), np.float32))
-    begin_choices(
-        [TokenChoice(step[0], [8, 0, 1, 7], SamplingParams(**settings, repeat_last_n=3), 9)]
-    ).outcomes()  # type: ignore[arg-type]
-    assert step.observed == [RowSettings(**settings, recent=[0, 1, 7], seed=9, position=4)]  # type: ignore[arg-type]
+    params = SamplingParams(**settings, repeat_last_n=3, logit_bias={4: -2.5, 3: 1.5})  # type: ignore[arg-type]
+    begin_choices([TokenChoice(step[0], [8, 0, 1, 7], params, 9, [2, 4])]).outcomes()
+    biases = {"biased": (3, 4, 2), "biases": (1.5, -np.inf, -np.inf)}
+    assert step.observed == [
+        RowSettings(**settings, recent=[0, 1, 7], seed=9, position=4, **biases)  # type: ignore[arg-type]
+    ]
+
+
+def test_more_biases_than_a_device_has_room_for_are_applied_here() -> None:
+    values = np.zeros((2, 2 * MAX_BIASED), np.float32)
+    step = FarStep(values)
+    params = SamplingParams(temperature=0, logit_bias=dict.fromkeys(range(MAX_BIASED), -1.0))
+    choices = [TokenChoice(step[row], [0], params, 0, range(MAX_BIASED, MAX_BIASED + row)) for row in (0, 1)]
+    assert begin_choices(choices).outcomes() == [SampledToken(MAX_BIASED), SampledToken(MAX_BIASED + 1)]
+    assert (step.chosen, step.brought) == ([[0]], [[1]])
 
 
 def test_sp07_a_node_of_a_tree_has_penalties_for_its_own_path() -> None:
@@ -195,6 +206,7 @@ def test_log_probabilities_change_no_choice_and_are_the_models_own(count: int, s
         (replace(GREEDY, min_tokens=1), (), True),
         (replace(GREEDY, min_tokens=1), (2,), False),
         (replace(GREEDY, presence_penalty=0.5), (2,), False),
+        (replace(GREEDY, logit_bias={1: 2.0}), (2,), False),
         (replace(GREEDY, logits_processors=(keep_all,)), (2,), False),
     ],
 )

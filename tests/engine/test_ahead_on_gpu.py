@@ -34,6 +34,7 @@ GREEDY = replace(SEEDED, temperature=0.0, max_tokens=6)
 STOPPING = [
     replace(SEEDED, max_tokens=30, temperature=1.5, top_k=0, stop_token_ids=range(0, 300, 3)),
     replace(SEEDED, max_tokens=5, temperature=1.5, top_k=0, min_tokens=2, stop_token_ids=range(0, 300, 3)),
+    replace(SEEDED, max_tokens=5, logit_bias=dict.fromkeys(range(0, 300, 2), 3.0)),
     replace(GREEDY, max_tokens=1),
     replace(GREEDY, frequency_penalty=2.0, repeat_last_n=1),
     replace(GREEDY, presence_penalty=2.0, repeat_last_n=None),

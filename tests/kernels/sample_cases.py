@@ -1,6 +1,6 @@
 """Logits and settings for the kernels' sampler, and the results of decoding's sampler."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,11 +22,13 @@ class Case:
     context: Sequence[int]
     params: SamplingParams
     seed: int
+    forbidden_ids: Collection[int] = ()
 
     def settings(self, unseen: int | None = None) -> RowSettings:
         """unseen: the device's result that is the last token of the context."""
         known = self.context if unseen is None else self.context[:-1]
-        return TokenChoice(self.logits, known, self.params, self.seed, unseen=unseen).settings
+        choice = TokenChoice(self.logits, known, self.params, self.seed, self.forbidden_ids, unseen)
+        return choice.settings
 
 
 def sample_all(
@@ -45,7 +47,7 @@ def sample_all(
     settings = [case.settings(index if ahead else None) for index, case in enumerate(cases)]
     order = np.random.default_rng(num_rows).permutation(num_rows + 1)[:num_rows].tolist()
     to = np.zeros((num_rows, SETTINGS_WORDS), np.int32)
-    recent = np.full(sum(len(each.recent) for each in settings), -7, np.int32)
+    recent = np.full(sum(len(each.recent) + 2 * len(each.biased) for each in settings), -7, np.int32)
     assert write_rows(settings, order, to, recent) == len(recent)
     logits = torch.full((num_rows + 1, vocab + gap), torch.nan, device=device)
     for case, row in zip(cases, order, strict=True):
@@ -53,20 +55,20 @@ def sample_all(
     before = logits.clone()
     if workspace is None:
         workspace = torch.zeros(num_rows, ROW_BYTES, dtype=torch.uint8, device=device)
-    unpenalised = Guarded(len(recent), device=device)
+    unchanged = Guarded(len(recent), device=device)
     chosen = Guarded(num_rows, 2, dtype=torch.int32, device=device)
     earlier = torch.tensor([[case.context[-1], 0] for case in cases], dtype=torch.int32, device=device)
     sample_cuda(
         logits[:, :vocab],
         torch.from_numpy(to).to(device),
         torch.from_numpy(recent).to(device),
-        unpenalised.tensor,
+        unchanged.tensor,
         workspace,
         chosen.tensor,
         earlier,
         draws=any(case.params.temperature != 0 for case in cases),
     )
-    unpenalised.checked()
+    unchanged.checked()
     assert logits.cpu().numpy().tobytes() == before.cpu().numpy().tobytes()
     tokens, faults = chosen.checked().T.tolist()
     return tokens, faults
@@ -89,7 +91,8 @@ def random_logits(rng: np.random.Generator, vocab: int) -> NDArray[np.float32]:
 
 
 def random_params(rng: np.random.Generator, vocab: int) -> SamplingParams:
-    has_penalties = rng.random() < 0.4
+    has_penalties, has_biases = rng.random() < 0.4, rng.random() < 0.3
+    biases = {int(id_): float(rng.choice([-100, 100, rng.normal()])) for id_ in rng.integers(0, vocab, 20)}
     return SamplingParams(
         temperature=float(rng.choice([0, 1e-3, 0.1, 0.8, 1, rng.uniform(0.1, 2), 20, 1e6])),
         top_k=int(rng.choice([0, 0, 1, 2, 40, rng.integers(1, vocab + 1), vocab, -1, 2**31 - 1])),
@@ -99,6 +102,7 @@ def random_params(rng: np.random.Generator, vocab: int) -> SamplingParams:
         presence_penalty=float(rng.choice([0, 0.7, -2])) if has_penalties else 0.0,
         frequency_penalty=float(rng.choice([0, 0.3, -1.9])) if has_penalties else 0.0,
         repeat_last_n=[None, 0, 1, 8, 64][rng.integers(5)],
+        logit_bias=biases if has_biases else None,
     )
 
 
@@ -106,7 +110,8 @@ def random_case(rng: np.random.Generator, vocab: int) -> Case:
     # A small part of the vocabulary, so that tokens repeat.
     context = rng.integers(0, min(vocab, 30), rng.integers(1, 200)).tolist()
     seed = int(rng.integers(0, 2**64, dtype=np.uint64))
-    return Case(random_logits(rng, vocab), context, random_params(rng, vocab), seed)
+    forbidden_ids = rng.permutation(vocab)[: rng.choice([0, 0, 0, 1, 3, vocab - 1, vocab])].tolist()
+    return Case(random_logits(rng, vocab), context, random_params(rng, vocab), seed, forbidden_ids)
 
 
 def check_choices(
@@ -120,7 +125,7 @@ def check_choices(
     tokens, faults = sample_all(cases, device, workspace, gap, ahead=ahead)
     for case, token, fault in zip(cases, tokens, faults, strict=True):
         try:
-            expected = sample_token(case.logits, case.context, case.params, case.seed)
+            expected = sample_token(case.logits, case.context, case.params, case.seed, case.forbidden_ids)
         except GenerationFault:
             assert fault != 0
             continue

@@ -26,7 +26,7 @@ VOCABS = [1, 2, 3, 31, 32, 33, 100, 1000, 2049, 5000]
 
 
 def row(case: Case, changed: Array | None = None, **more: Any) -> _csrc.TokenChoice:
-    settings = {**vars(case.settings()), "biased": (), "biases": (), "logprobs": None, **more}
+    settings = {**vars(case.settings()), "logprobs": None, **more}
     return _csrc.TokenChoice(case.logits, changed, **settings)
 
 
@@ -38,7 +38,7 @@ def check(cases: Sequence[Case]) -> None:
     for case, made, logits in zip(cases, rows, before, strict=True):
         assert case.logits.tobytes() == logits.tobytes()
         try:
-            expected = sample_token(case.logits, case.context, case.params, case.seed)
+            expected = sample_token(case.logits, case.context, case.params, case.seed, case.forbidden_ids)
         except GenerationFault:
             assert made.fault != 0
         else:

@@ -17,7 +17,7 @@ from coldstream.decoding.sampling_params import Logits, LogitsProcessor, Samplin
 from coldstream.errors import GenerationFault, InvalidRequestError
 from coldstream.kernels import _csrc
 from coldstream.kernels.fused.reference import FusedText
-from coldstream.kernels.sample.settings import RowSettings
+from coldstream.kernels.sample.settings import MAX_BIASED, RowSettings
 from coldstream.models.spec.sanity import damaged_logits
 
 _NO_LOGITS: Final = np.empty(0, np.float32)  # where only settings are wanted
@@ -45,12 +45,19 @@ class TokenChoice:
     @property
     def needs_host(self) -> bool:
         """Whether the choice needs all logits on the host."""
-        return bool(self.forbidden_ids) or _wants_logits(self.params)
+        return _wants_logits(self.params, self.forbidden_ids)
 
     @property
     def is_on_device(self) -> bool:
         """Whether a device makes the choice."""
         return not (isinstance(self.logits, np.ndarray) or self.needs_host)
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """What is added to logits before penalties, by token; −inf for forbidden ones."""
+        if not (self.params.logit_bias or self.forbidden_ids):
+            return {}
+        return {**dict(self.params.logit_bias or ()), **dict.fromkeys(self.forbidden_ids, -math.inf)}
 
     @property
     def settings(self) -> RowSettings:
@@ -59,6 +66,7 @@ class TokenChoice:
         context = self.context
         if self.unseen is not None and params.has_penalties:
             context = [*context, -1 - self.unseen]
+        biases = self.biases
         return RowSettings(
             temperature=params.temperature,
             top_k=params.top_k,
@@ -70,6 +78,8 @@ class TokenChoice:
             recent=recent_tokens(context, params),
             seed=self.seed,
             position=self.position,
+            biased=tuple(biases),
+            biases=tuple(biases.values()),
         )
 
 
@@ -139,9 +149,10 @@ def begin_choices(choices: Sequence[TokenChoice]) -> StartedChoices:
     return StartedChoices(tuple(on_device), positions, vocab_size, device, on_host)
 
 
-def _wants_logits(params: SamplingParams) -> bool:
+def _wants_logits(params: SamplingParams, forbidden_ids: Collection[int]) -> bool:
     """Whether all logits are looked at on the host, whatever token is chosen."""
-    return bool(params.logits_processors or params.logit_bias) or params.logprobs is not None
+    num_biased = len(params.logit_bias or ()) + len(forbidden_ids)
+    return bool(params.logits_processors) or params.logprobs is not None or num_biased > MAX_BIASED
 
 
 def _brought(rows: Sequence[AnyLogits]) -> list[Logits]:
@@ -176,29 +187,14 @@ def _row_choice(
     """A choice for C++, which does not know logits processors; or their error."""
     params, settings = choice.params, choice.settings
     if not params.logits_processors:
-        biases: dict[int, float] = {}
-        if params.logit_bias or choice.forbidden_ids:
-            biases = {**dict(params.logit_bias or ()), **dict.fromkeys(choice.forbidden_ids, -math.inf)}
-        return _csrc.TokenChoice(
-            logits,
-            None,
-            **vars(settings),
-            biased=tuple(biases),
-            biases=tuple(biases.values()),
-            logprobs=params.logprobs,
-        )
+        return _csrc.TokenChoice(logits, None, **vars(settings), logprobs=params.logprobs)
     try:
         changed = changed_logits(logits, choice.context, params, choice.forbidden_ids)
     except (GenerationFault, InvalidRequestError) as error:
         return error
-    settings = replace(settings, recent=())
+    settings = replace(settings, recent=(), biased=(), biases=())
     return _csrc.TokenChoice(
-        logits,
-        np.ascontiguousarray(changed),
-        **vars(settings),
-        biased=(),
-        biases=(),
-        logprobs=params.logprobs,
+        logits, np.ascontiguousarray(changed), **vars(settings), logprobs=params.logprobs
     )
 
 
@@ -238,15 +234,21 @@ class TokenChooser:
     @property
     def is_for_device(self) -> bool:
         """Whether a device makes all choices, if the logits are on one."""
-        forbids = self._params.min_tokens > 0 and len(self._end_ids) > 0
-        return not (forbids or _wants_logits(self._params))
+        return not _wants_logits(self._params, self._end_ids if self._forbids else ())
+
+    @property
+    def _forbids(self) -> bool:
+        """Whether end tokens are forbidden at first."""
+        return self._params.min_tokens > 0 and len(self._end_ids) > 0
 
     def fused_text(self, context: Sequence[int], num_left: int, most_nodes: int) -> FusedText | None:
         """What fused steps after `context` begin with; None unless a device makes all choices by itself.
 
-        It must not need the host in between: a penalty depends on tokens that the host has not seen.
+        It must not need the host in between: a penalty depends on tokens that the host has not seen, and what
+        is forbidden on how many there are. Fused steps have no room for biases.
         """
-        if not self.is_for_device or self._params.has_penalties:
+        params = self._params
+        if not self.is_for_device or params.has_penalties or params.logit_bias or self._forbids:
             return None
         settings = self.choice(_NO_LOGITS, context).settings
         return FusedText(most_nodes, context[-1], num_left, settings, frozenset(self._end_ids))

@@ -121,6 +121,7 @@ params_of_rows = st.builds(
     frequency_penalty=st.sampled_from([0.0, 1.0]),
     repeat_last_n=st.sampled_from([None, 0, 1, 5, 64]),
     logprobs=st.sampled_from([None, None, None, 1]),
+    logit_bias=st.sampled_from([None, None, {2: 1.5, 7: -100.0}, dict.fromkeys(range(9), 2.5)]),
 )
 contexts = st.lists(st.integers(0, 9), max_size=20)
 seeds = st.integers(0, 2**64 - 1)

@@ -46,19 +46,23 @@ def write_rows(
     to: NDArray[np.int32],
     recent: NDArray[np.int32],
 ) -> int:
-    """Writes settings of `rows` of logits as kernels read them; returns the tokens used of `recent`, which
-    ascend within each row.
+    """Writes settings of `rows` of logits as kernels read them; returns how much of `recent` is used.
 
-    to: int32 [T, SETTINGS_WORDS], contiguous. recent: int32 [n]; ValueError if penalties apply to more
-    tokens.
+    to: int32 [T, SETTINGS_WORDS], contiguous. recent: int32 [n], which gets each row's tokens for penalties,
+    ascending, then its tokens with biases, then these; ValueError if there are more.
     """
     structures = (_RowSettings * len(to)).from_buffer(to.data)
     first = 0
     for index, (each, row) in enumerate(zip(settings, rows, strict=True)):
-        count = len(each.recent)
+        count, num_biased = len(each.recent), len(each.biased)
         own = recent[first : first + count]
         own[:] = each.recent
         own.sort()
+        first_biased = first + count
+        if num_biased:
+            end = first_biased + num_biased
+            recent[first_biased:end] = each.biased
+            recent[end : end + num_biased] = np.asarray(each.biases, np.float32).view(np.int32)
         structures[index] = _RowSettings(
             temperature=each.temperature,
             top_p=each.top_p,
@@ -72,8 +76,10 @@ def write_rows(
             row=row,
             first_recent=first,
             num_recent=count,
+            first_biased=first_biased,
+            num_biased=num_biased,
         )
-        first += count
+        first += count + 2 * num_biased
     return first
 
 
@@ -81,7 +87,7 @@ def sample_cuda(
     logits: DeviceArray,
     settings: DeviceArray,
     recent: DeviceArray,
-    unpenalised: DeviceArray,
+    unchanged: DeviceArray,
     workspace: DeviceArray,
     chosen: DeviceArray,
     earlier: DeviceArray,
@@ -92,12 +98,12 @@ def sample_cuda(
 
     settings: int32 [T, SETTINGS_WORDS] and recent: int32 [m], as `write_rows` leaves them, the rows all
     different. earlier: int32 [k, 2], as `chosen`, of which a recent token −1 − i names the i-th; memory of
-    its own. draws: whether any row has a temperature other than 0. unpenalised: float32 [m], and workspace:
+    its own. draws: whether any row has a temperature other than 0. unchanged: float32 [m], and workspace:
     uint8 [T, ROW_BYTES], aligned to 8 and zero at first, belong to these calls.
 
-    Writes int32 chosen [T, 2]: the token, and 0, how many logits are not finite, or −1 if penalties left no
-    finite one; the token is then some id of the vocabulary. Penalties are written to logits, which are as
-    before in the end.
+    Writes int32 chosen [T, 2]: the token, and 0, how many logits are not finite, or −1 if biases and
+    penalties left no finite one; the token is then some id of the vocabulary. Both are written to logits,
+    which are as before in the end.
     """
     num_rows, vocab = len(settings), logits.shape[1]
     if not 1 <= vocab <= MAX_VOCAB or logits.stride(1) != 1:
@@ -108,7 +114,7 @@ def sample_cuda(
         logits=where,
         settings=settings.data_ptr(),
         recent=recent.data_ptr(),
-        unpenalised=unpenalised.data_ptr(),
+        unchanged=unchanged.data_ptr(),
         states=workspace.data_ptr(),
         chosen=chosen.data_ptr(),
         earlier=earlier.data_ptr(),

@@ -1,4 +1,4 @@
-// Penalties of recent tokens, which are in the logits' memory while a row's token is chosen.
+// Biases, and penalties of recent tokens: both are in the logits' memory while a row's token is chosen.
 #pragma once
 
 #include "sample/rows.cuh"
@@ -33,38 +33,61 @@ __device__ __forceinline__ int times_recent(const SampledRow& row, int i, int to
   return times + first_recent_from(row, first, token + 1) - first;
 }
 
-// Applies penalties to the recent tokens among the ids begin … end − 1, which are the block's alone. Returns
-// how many more of the thread's logits are finite than before.
-__device__ __forceinline__ int penalise(const SampledRow& row, int begin, int end) {
+// Calls visit(i, token) for the recent tokens and those with biases among the ids begin … end − 1.
+template <class Recent, class Biased>
+__device__ __forceinline__ void for_changed(const SampledRow& row, int begin, int end, Recent recent,
+                                            Biased biased) {
+  for (int i = threadIdx.x; i < row.settings.num_recent; i += block_threads) {
+    const int token = row.recent_token(i);
+    if (begin <= token && token < end) recent(i, token);
+  }
+  for (int i = threadIdx.x; i < row.settings.num_biased; i += block_threads) {
+    const int token = row.biased[i];
+    if (begin <= token && token < end) biased(i, token);
+  }
+}
+
+// Applies biases and then penalties to the ids begin … end − 1, which are the block's alone. Returns how many
+// more of the thread's logits are finite than before.
+__device__ __forceinline__ int change_logits(const SampledRow& row, int begin, int end) {
   const RowSettings& settings = row.settings;
-  if (settings.num_recent == 0) return 0;
+  if (settings.num_recent == 0 && settings.num_biased == 0) return 0;
   float* const logits = row.logits.values;
-  for (int i = threadIdx.x; i < settings.num_recent; i += block_threads) {
-    const int token = row.recent_token(i);
-    if (begin <= token && token < end) row.unpenalised[i] = logits[token];
-  }
-  __syncthreads();
   int more = 0;
-  for (int i = threadIdx.x; i < settings.num_recent; i += block_threads) {
-    const int token = row.recent_token(i);
-    if (token < begin || end <= token) continue;
-    const int times = times_recent(row, i, token);
-    if (times == 0) continue;
-    const float before = logits[token], repetition = settings.repetition_penalty;
-    const float seen = before > 0.0f ? before / repetition : before * repetition;
-    const float after = seen - (float(times) * settings.frequency_penalty + settings.presence_penalty);
+  const auto change = [&](int token, float after) {
+    more += is_finite(after) - is_finite(logits[token]);
     logits[token] = after;
-    more += is_finite(after) - is_finite(before);
-  }
+  };
+  for_changed(
+      row, begin, end, [&](int i, int token) { row.unchanged_recent[i] = logits[token]; },
+      [&](int i, int token) { row.unchanged_biased[i] = logits[token]; });
+  __syncthreads();
+  for_changed(
+      row, begin, end, [](int, int) {},
+      [&](int i, int token) {
+        change(token, logits[token] + __int_as_float(row.biased[settings.num_biased + i]));
+      });
+  __syncthreads();
+  for_changed(
+      row, begin, end,
+      [&](int i, int token) {
+        const int times = times_recent(row, i, token);
+        if (times == 0) return;
+        const float before = logits[token], repetition = settings.repetition_penalty;
+        const float seen = before > 0.0f ? before / repetition : before * repetition;
+        change(token, seen - (float(times) * settings.frequency_penalty + settings.presence_penalty));
+      },
+      [](int, int) {});
   __syncthreads();
   return more;
 }
 
-// Restores the logits in memory. All threads of a block, when no other needs penalties.
+// Restores the logits in memory. All threads of a block, when no other needs the changed ones.
 __device__ __forceinline__ void restore_logits(const SampledRow& row) {
-  for (int i = threadIdx.x; i < row.settings.num_recent; i += block_threads) {
-    row.logits.values[row.recent_token(i)] = __ldcg(&row.unpenalised[i]);
-  }
+  float* const logits = row.logits.values;
+  for_changed(
+      row, 0, row.logits.vocab, [&](int i, int token) { logits[token] = __ldcg(&row.unchanged_recent[i]); },
+      [&](int i, int token) { logits[token] = __ldcg(&row.unchanged_biased[i]); });
 }
 
 }  // namespace coldstream

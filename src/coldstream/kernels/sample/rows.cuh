@@ -18,6 +18,7 @@ struct RowSettings {
   int position;                  // of the new token in its sequence
   int row;                       // of the logits
   int first_recent, num_recent;  // the tokens that penalties apply to, among those of all rows
+  int first_biased, num_biased;  // the tokens that have biases, there too; behind them their biases' bits
 };
 
 struct SampledToken {
@@ -31,8 +32,10 @@ struct SampledRow {
   const RowSettings& settings;
   SamplerRow& state;
   SampledToken& chosen;
-  const int* recent;   // of the row, ascending
-  float* unpenalised;  // their logits
+  const int* recent;        // of the row, ascending
+  float* unchanged_recent;  // their logits
+  const int* biased;        // of the row, and behind them the bits of their biases
+  float* unchanged_biased;
   const SampledToken* earlier;
 
   __device__ __forceinline__ int recent_token(int i) const {
@@ -44,8 +47,8 @@ struct SampledRow {
 struct Sampling {
   Logits logits;
   const RowSettings* settings;
-  const int* recent;   // tokens of all rows, of each row ascending; −1 − i: the token of earlier[i]
-  float* unpenalised;  // their logits, while penalties are in the logits' memory
+  const int* recent;  // tokens of all rows, of each row ascending; −1 − i: the token of earlier[i]
+  float* unchanged;   // their logits, while penalties and biases are in the logits' memory
   SamplerRow* states;
   SampledToken* chosen;
   const SampledToken* earlier;  // results of other launches
@@ -58,7 +61,9 @@ struct Sampling {
             states[index],
             chosen[index],
             recent + own.first_recent,
-            unpenalised + own.first_recent,
+            unchanged + own.first_recent,
+            recent + own.first_biased,
+            unchanged + own.first_biased,
             earlier};
   }
 };

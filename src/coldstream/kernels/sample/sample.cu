@@ -6,8 +6,8 @@
 
 using namespace coldstream;
 
-// grid (ceil(vocab / 2048), rows): penalties and the largest logit, which is the answer of a row without a
-// draw.
+// grid (ceil(vocab / 2048), rows): biases, penalties and the largest logit, which is the answer of a row
+// without a draw.
 template <int row_bytes>
 __global__ void __launch_bounds__(block_threads) sampler_scan(Sampling sampling) {
   static_assert(sizeof(SamplerRow) == row_bytes, "the launcher's workspace");
@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(block_threads) sampler_scan(Sampling sampling)
   ArgmaxRow& argmax = row.state.argmax;
   const int vocab = row.logits.vocab, begin = first_id();
   const int first = blockIdx.x * block_items;
-  const int more_finite = penalise(row, first, min(first + block_items, vocab));
+  const int more_finite = change_logits(row, first, min(first + block_items, vocab));
   float values[items_per_thread];
   load_four(row.logits, begin, values);
   add_to_argmax(argmax, values, begin, vocab, count_bad(values) + more_finite);
@@ -29,11 +29,11 @@ __global__ void __launch_bounds__(block_threads) sampler_scan(Sampling sampling)
   restore_logits(row);
 }
 
-// A block's penalties, and the first of the order in each of its tiles.
+// A block's biases and penalties, and the first of the order in each of its tiles.
 __device__ __forceinline__ void scan_tiles(const RowChoice& choice) {
   const SampledRow& row = choice.row;
   const int vocab = row.logits.vocab;
-  int num_bad = penalise(row, choice.own.first * block_items, min(choice.own.end * block_items, vocab));
+  int num_bad = change_logits(row, choice.own.first * block_items, min(choice.own.end * block_items, vocab));
   choice.for_each_tile([&](int tile, int begin, const float (&values)[items_per_thread]) {
     uint64_t best = 0;
 #pragma unroll

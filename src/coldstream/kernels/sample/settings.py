@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+MAX_BIASED = 1024  # tokens with biases for which a device has room
+
 
 @dataclass
 class RowSettings:
@@ -18,3 +20,5 @@ class RowSettings:
     recent: Sequence[int]  # ids of the tokens that penalties apply to; −1 − i: the device's result i
     seed: int  # below 2^64
     position: int  # of the new token in its sequence
+    biased: Sequence[int] = ()  # ids of different tokens whose logits change before penalties
+    biases: Sequence[float] = ()  # what is added to these; −inf forbids a token

@@ -15,7 +15,7 @@ from coldstream.kernels.cuda.runtime import allocations, copies, streams
 from coldstream.kernels.cuda.staged import StagedRing
 from coldstream.kernels.sample.admit import Admission, admission_values, admit_rows
 from coldstream.kernels.sample.cuda import ROW_BYTES, SETTINGS_WORDS, sample_cuda, write_rows
-from coldstream.kernels.sample.settings import RowSettings
+from coldstream.kernels.sample.settings import MAX_BIASED, RowSettings
 from coldstream.kvcache.batch import CheckedSegment
 
 Array = np.ndarray[Any, Any]
@@ -28,9 +28,9 @@ NUM_CALLS = 2  # whose results are kept
 class Sampler:
     """Device memory for choosing tokens, allocated by `zeros` of the model's operations.
 
-    There is room for `num_rows` rows at once, and for penalties over one whole context or RECENT_OF_A_ROW
-    tokens of each row. A step that needs more is split into several launches. Results are kept for two calls:
-    the next call and a step may read them.
+    There is room for `num_rows` rows at once, for penalties over one whole context or RECENT_OF_A_ROW tokens
+    of each row, and for MAX_BIASED biases. A step that needs more is split into several launches. Results are
+    kept for two calls: the next call and a step may read them.
     """
 
     def __init__(
@@ -39,11 +39,12 @@ class Sampler:
         self._num_rows = num_rows
         self._num_recent = max(context_length, num_rows * RECENT_OF_A_ROW)
         num_words = num_rows * SETTINGS_WORDS
-        # Settings and recent tokens are adjacent, so that one copy transfers both.
-        self._inputs = StagedRing(zeros((num_words + self._num_recent,), "int32"))
+        num_others = self._num_recent + 2 * MAX_BIASED
+        # Settings, recent tokens and biases are adjacent, so that one copy transfers all.
+        self._inputs = StagedRing(zeros((num_words + num_others,), "int32"))
         self._settings = self._inputs.values[:num_words].reshape(num_rows, SETTINGS_WORDS)
         self._recent = self._inputs.values[num_words:]
-        self._unpenalised = zeros((self._num_recent,), "float32")
+        self._unchanged = zeros((num_others,), "float32")
         self._workspace = zeros((num_rows, ROW_BYTES), "uint8")
         self._results = zeros((NUM_CALLS * num_rows, 2), "int32")
         self._admissions = StagedRing(zeros((admission_values(num_rows),), "int32"))
@@ -82,22 +83,27 @@ class Sampler:
         admit_rows(admissions, self._admissions, self._results, columns)
 
     def choose(self, logits: DeviceArray, settings: DeviceArray, chosen: DeviceArray, *, draws: bool) -> None:
-        """Queues the choice of the tokens after rows of logits, without penalties, into `chosen`.
+        """Queues the choice of the tokens after rows of logits, without penalties or biases, into `chosen`.
 
         settings, chosen: as `sample_cuda` has them, on the device already.
         """
-        memory = (self._recent, self._unpenalised, self._workspace)
+        memory = (self._recent, self._unchanged, self._workspace)
         sample_cuda(logits, settings, *memory, chosen, chosen, draws=draws)
 
     def _parts(self, settings: Sequence[RowSettings]) -> Iterator[slice]:
         """Slices of the rows that fit the memory, nearly always one."""
-        first = num_recent = 0
+        first = num_recent = num_biased = 0
         for index, each in enumerate(settings):
-            is_full = index - first == self._num_rows or num_recent + len(each.recent) > self._num_recent
+            is_full = (
+                index - first == self._num_rows
+                or num_recent + len(each.recent) > self._num_recent
+                or num_biased + len(each.biased) > MAX_BIASED
+            )
             if is_full and index > first:
                 yield slice(first, index)
-                first, num_recent = index, 0
+                first, num_recent, num_biased = index, 0, 0
             num_recent += len(each.recent)
+            num_biased += len(each.biased)
         yield slice(first, len(settings))
 
     def _begin_part(
@@ -117,7 +123,7 @@ class Sampler:
             logits,
             self._settings[: len(rows)],
             self._recent,
-            self._unpenalised,
+            self._unchanged,
             self._workspace,
             results,
             self._results,
