@@ -125,8 +125,8 @@ struct TokenMemory {
   int* activations;
   uint8_t* states;
   uint32_t* counters;
-  uint32_t*
-      report;  // how many waits failed, and the first counter that was waited for among those of all layers
+  // How many threads waited without end, and the first counter of all layers that one of them waited for.
+  uint32_t* report;
   uint32_t* stamps;
   uint64_t* clocks;  // of a block: time and cycles at its begin and its end
 };
@@ -172,7 +172,6 @@ struct Watch {
   __device__ bool is_late(int number) {
     if (failed || now_ns() < deadline) return failed;
     failed = true;
-    if (threadIdx.x % warp_size > 0) return true;
     add_and_look(report, 1);
     atomicMin(report + 1, uint32_t(number));
     return true;
@@ -195,8 +194,9 @@ struct Place {
 };
 
 __device__ bool wait_phase(uint32_t barrier, int phase, Watch& watch) {
+  if (watch.failed) return false;
   for (int tries = 1; !is_phase_over(barrier, phase); tries++)
-    if (watch.failed || (tries % looks_a_time == 0 && watch.is_late(-1))) return false;
+    if (tries % looks_a_time == 0 && watch.is_late(-1)) return false;
   return true;
 }
 
@@ -208,6 +208,7 @@ __device__ uint32_t* counter_at(const Program& p, const TokenMemory& m, int laye
 template <bool by_warp>
 __device__ bool wait_counter(const Program& p, const TokenMemory& m, int counter, int target, Watch& watch) {
   if (counter == no_counter || watch.layer * p.num_counters + counter < 0) return true;
+  if (watch.failed) return false;
   const uint32_t* at = counter_at(p, m, watch.layer, counter);
   const int lane = threadIdx.x % warp_size;
   for (int tries = 1;; tries++) {
@@ -221,8 +222,7 @@ __device__ bool wait_counter(const Program& p, const TokenMemory& m, int counter
       if constexpr (by_warp) __syncwarp();
       return true;
     }
-    bool late =
-        watch.failed || (tries % looks_a_time == 0 && watch.is_late(watch.layer * p.num_counters + counter));
+    bool late = tries % looks_a_time == 0 && watch.is_late(watch.layer * p.num_counters + counter);
     if constexpr (by_warp) late = __any_sync(all_lanes, late);
     if (late) {
       watch.failed = true;
@@ -550,12 +550,12 @@ struct Consumer {
 
   // Two rows of a piece at a time by some lanes, as many of these groups as the block has; a row by all lanes
   // of all warps if `lanes` is more than a warp.
-  template <bool has_math>
+  template <int parts>
   __device__ void multiply(const Step& step, const Piece& piece, const uint8_t* stage) {
     const int width = min(piece.lanes, warp_size), own = lane() % width;
     const bool is_wide = piece.lanes > warp_size;
     const int at_once = is_wide ? 1 : num_consumers / width;
-    const int half = step.group_words / 32, vectors = piece.row_bytes / 16;
+    const int half = step.group_words / 32, vectors = parts & has_copies ? piece.row_bytes / 16 : 0;
     const int begin = is_wide ? int(threadIdx.x) : own, stride = is_wide ? num_consumers : width;
     const int pairs = piece.copies * piece.rows / 2, in_copy = piece.rows / 2;
     for (int group = is_wide ? 0 : warp() * (warp_size / width); group < pairs; group += at_once) {
@@ -569,7 +569,7 @@ struct Consumer {
       for (int v = begin; v < vectors; v += stride) {
         const int4 a = reinterpret_cast<const int4*>(rows)[v];
         const int4 b = reinterpret_cast<const int4*>(rows + piece.row_bytes)[v];
-        if constexpr (has_math) {
+        if constexpr ((parts & has_products) != 0) {
           const int place = v & (half - 1);
           add_products(y0, y1, a, b, low[place], low[half + place]);
         } else {
@@ -602,7 +602,7 @@ struct Consumer {
     for (int i = 0; i < step.num_pieces; i++) {
       const uint8_t* stage = next_stage<parts, has_stamps>(step.ring, i == 0);
       const Piece& piece = at.pieces[step.first_piece + i];
-      multiply<(parts & has_products) != 0>(step, piece, stage);
+      multiply<parts>(step, piece, stage);
       free_stage<parts>(step.ring);
     }
     if (step.epilogue != sum_ranks && step.epilogue != store_joint_sums) return;

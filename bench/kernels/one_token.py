@@ -11,6 +11,7 @@ raised theirs. docs/notes/one-token.md has what each design would tell.
 """
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -54,17 +55,6 @@ from coldstream.kernels.cuda.runtime import calls, streams
 LAYER = 5  # of the file: its experts are all of Q4_K, as in half of the layers
 LAUNCHES = 25
 FEWER_BLOCKS = 4  # that a grid of clusters is made smaller by until the device takes it
-
-# Which phase raises what a phase waits for, for stamps.
-WAITS = {
-    "mix": "in",
-    "out": "mix",
-    "router": "out",
-    "shared": "out",
-    "gate and up": "router",
-    "down": "gate and up",
-    "combine": "down",
-}
 
 
 @contextmanager
@@ -143,7 +133,7 @@ def measured(launch: Launch, begin: TokenState, want: TokenState) -> dict[str, A
         "us_a_layer": {name: round(statistics.median(each), 2) for name, each in times.items()},
         "least_us_a_layer": {name: round(each[0], 2) for name, each in times.items()},
         "stamped_us_a_layer": round(statistics.median(stamped), 2),
-        "phases": with_signals(phases(launch), WAITS),
+        "phases": with_signals(phases(launch), launch.planned),
         "answer": answers(launch),
     }
 
@@ -210,9 +200,6 @@ def main() -> int:
     bandwidth = measure_bandwidth("cuda", 0)
     floor = shape.floor_us(bandwidth)
     print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s, floor {floor:.1f} µs a layer")
-    with own_stream():
-        warm_up()
-        rows = list(run(shape, designs, options.layers))
     result = {
         "command": "python -m bench.kernels.one_token",
         "machine": machine,
@@ -224,9 +211,15 @@ def main() -> int:
             "state_bytes": 2 * shape.state_bytes,
             "floor_us": round(floor, 2),
         },
-        "versions": rows,
     }
-    write_result(result, options.out, options.commit)
+    rows = []
+    with own_stream():
+        warm_up()
+        for row in run(shape, designs, options.layers):
+            rows.append(row)
+            if options.out:  # what there is, should the rest not come
+                options.out.write_text(json.dumps({**result, "versions": rows}))
+    write_result({**result, "versions": rows}, options.out, options.commit)
     return int(any("error" in row or not row["is_right"] for row in rows))
 
 

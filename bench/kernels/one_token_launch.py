@@ -15,6 +15,7 @@ from bench.kernels.one_token_shapes import (
     HEAD_SIZE,
     KINDS,
     MAX_RINGS,
+    NO_COUNTER,
     NUMBERS,
     SOURCE,
     BlockLists,
@@ -32,6 +33,7 @@ THREADS = 32 * 12
 LIMIT_NS = 500_000_000  # of a launch, after which every wait fails
 NOTHING_FAILED, STAMP_WORDS = (0, -1), NUMBERS["stamp_words"]
 ALL = NUMBERS["has_waits"] | NUMBERS["has_copies"] | NUMBERS["has_products"]
+Row = dict[str, float | str]
 # What runs of a version leave out; `all` alone is right.
 PARTS = {
     "all": ALL,
@@ -150,7 +152,9 @@ class Launch:
             layer, counter = divmod(number, len(self.planned.counters))
             waits_for = f"counter {self.planned.counters[counter]!r} of layer {layer}"
             first = waits_for if number >= 0 else "bytes, or for its own block"
-            raise StuckError(f"{self.planned.design.name}: {failed} waits without end, first for {first}")
+            raise StuckError(
+                f"{self.planned.design.name}: {failed} threads waited without end, first for {first}"
+            )
 
     def result(self) -> TokenState:
         """What the launch left."""
@@ -266,7 +270,7 @@ def nanoseconds(stamps: np.ndarray, clocks: np.ndarray) -> np.ndarray:
     return begin_ns - begin_ns.min() + since * ((end_ns - begin_ns) / cycles)
 
 
-def phases(launch: Launch, skipped: int = 2) -> list[dict[str, float | str]]:
+def phases(launch: Launch, skipped: int = 2) -> list[Row]:
     """Where a layer's time goes, in ns by phase, means over layers but the first `skipped`.
 
     Times of the first and the last block, then means over blocks: of waiting, of inputs, of waiting for the
@@ -278,7 +282,7 @@ def phases(launch: Launch, skipped: int = 2) -> list[dict[str, float | str]]:
     clocks = launch.clocks.cpu().numpy()
     times = nanoseconds(raw[..., :6].transpose(0, 1, 3, 2), clocks)  # [layers, slots, stamps, blocks]
     rate = _cycles_per_ns(clocks)
-    found: list[dict[str, float | str]] = []
+    found: list[Row] = []
     names = list(dict.fromkeys(chain.from_iterable(b.names for b in planned.blocks[0])))
     for name in names:
         those = [
@@ -292,6 +296,7 @@ def phases(launch: Launch, skipped: int = 2) -> list[dict[str, float | str]]:
             waited = raw[layer, slots, own_blocks, 6] / rate
             rows.append(_phase_row(own, waited))
         means = {key: float(np.mean([row[key] for row in rows])) for key in rows[0]}
+        means["period_ns"] = float(np.diff([row["raised_last"] for row in rows]).mean())
         found.append({"phase": name, "blocks": len(those), **{k: round(v, 1) for k, v in means.items()}})
     return found
 
@@ -344,22 +349,24 @@ def answers(launch: Launch, skipped: int = 2) -> dict[str, float]:
     return {name: round(float(values.mean()), 1) for name, values in ends.items()}
 
 
-def with_signals(rows: list[dict[str, float | str]], waits: dict[str, str]) -> list[dict[str, float | str]]:
+def with_signals(rows: list[Row], program: TokenProgram) -> list[Row]:
     """Adds to each phase how long after the last raise of what it waits for its first and last block went on.
 
-    waits: by a phase, the one that raises what it waits for; phases of the same layer only.
+    phase_ns: from that raise to the last one of the phase itself.
     """
-    by_name = {str(row["phase"]): row for row in rows}
-    found = []
+    by_name, found = {str(row["phase"]): row for row in rows}, list[Row]()
     for row in rows:
-        before = by_name.get(waits.get(str(row["phase"]), ""))
-        added: dict[str, float] = {}
-        if before is not None:
-            end = float(before["raised_last"])
-            added = {
-                "signal_first": round(float(row["goes_first"]) - end, 1),
-                "signal_last": round(float(row["goes_last"]) - end, 1),
-                "phase_ns": round(float(row["raised_last"]) - end, 1),
-            }
+        added: Row = {}
+        lists = next(lists for lists in program.blocks[0] if row["phase"] in lists.names)
+        wait = lists.steps[lists.names.index(str(row["phase"]))].wait
+        if wait != NO_COUNTER:
+            # The last block to come to the router raises the counter of the choice.
+            name = {"choice": "router"}.get(program.counters[wait], program.counters[wait])
+            before = by_name[name]
+            of_layer_before = float(before["period_ns"]) if wait < 0 else 0.0
+            end = float(before["raised_last"]) - of_layer_before
+            ends = ("goes_first", "goes_last", "raised_last")
+            names = ("signal_first", "signal_last", "phase_ns")
+            added = {key: round(float(row[end_of]) - end, 1) for key, end_of in zip(names, ends, strict=True)}
         found.append({**row, **added})
     return found
