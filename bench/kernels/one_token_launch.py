@@ -42,6 +42,7 @@ PARTS = {
     "memory alone": NUMBERS["has_copies"],
     "memory and products": NUMBERS["has_copies"] | NUMBERS["has_products"],
 }
+STAMPED = ("all", "dependencies alone")  # with stamps too: what a signal takes with memory busy, and idle
 
 
 @declared_in(str(SOURCE))
@@ -73,7 +74,7 @@ def instances(designs: Iterable[Design]) -> list[str]:
     """All that the designs may run."""
     listed = list(designs)
     of_parts = {instance(design, parts) for design in listed for parts in PARTS.values()}
-    return sorted(of_parts | {instance(design, ALL, True) for design in listed})
+    return sorted(of_parts | {instance(design, PARTS[name], True) for design in listed for name in STAMPED})
 
 
 def filled_weights(layer_bytes: int, num_layers: int, device: str) -> torch.Tensor:

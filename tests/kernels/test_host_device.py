@@ -68,6 +68,13 @@ def test_blocks_wait_for_as_many_as_have_a_place() -> None:
 
 
 @pytest.mark.usefixtures("host")
+def test_all_blocks_of_a_cooperative_launch_have_a_place() -> None:
+    arrivals = torch.zeros(1, dtype=torch.int32)
+    PROGRAM.kernel("wait_for_blocks").launch((7, 1, 1), 64, (arrivals,), together=True)
+    assert arrivals.item() == 7
+
+
+@pytest.mark.usefixtures("host")
 def test_lanes_that_do_not_come_are_reported() -> None:
     with pytest.raises(AssertionError, match=r"leave_half.*waits for a lane that is not there"):
         launch("leave_half", 32)
