@@ -3,11 +3,14 @@
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from coldstream.engine import SamplingParams
 from coldstream.server.http import ServerSettings
+from coldstream.server.http.chat_request import ChatRequest
 from coldstream.server.http.fields import SamplingFields, sampling_of
 from coldstream.server.http.problems import ProblemError
+from coldstream.server.http.responses_request import ResponsesRequest
 
 DEFAULT = SamplingParams(repetition_penalty=1.5, repeat_last_n=99, seed=5, temperature=0.25)
 
@@ -36,6 +39,25 @@ def test_minus_one_is_all_of_the_context_and_any_seed() -> None:
     assert sampling(repeat_last_n=0).repeat_last_n == 0
     assert sampling(seed=-1).seed == 5
     assert sampling(seed=0).seed == 0
+
+
+def test_minus_one_is_an_answer_without_a_limit() -> None:
+    assert sampling(max_tokens=-1).max_tokens is None
+    assert sampling(max_tokens=3).max_tokens == 3
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    limits = [
+        {"max_tokens": -1},
+        {"max_completion_tokens": -1},
+        {"max_completion_tokens": -1, "max_tokens": 7},
+    ]
+    assert [ChatRequest.model_validate(body | limit).most_tokens for limit in limits] == [None, None, 7]
+    assert ResponsesRequest.model_validate({"input": "x", "max_output_tokens": -1}).max_output_tokens is None
+
+
+@pytest.mark.parametrize("limit", [0, -2, -1.0, "-1", True, False])
+def test_other_limits_below_one_are_refused(limit: object) -> None:
+    with pytest.raises(ValidationError, match="max_tokens"):
+        sampling(max_tokens=limit)
 
 
 def test_values_of_zero_are_given_values() -> None:

@@ -26,7 +26,7 @@ from coldstream.server.http.fields import (
     Name,
     SamplingFields,
     Text,
-    TokenCount,
+    TokenLimit,
 )
 from coldstream.server.http.problems import refused
 
@@ -126,7 +126,7 @@ class ChatRequest(ConstraintFields, SamplingFields):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: TokenCount | None = None
+    max_completion_tokens: TokenLimit = None
     logprobs: Flag | None = None
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None

@@ -28,6 +28,14 @@ TokenCount = Annotated[int, Field(strict=True, ge=1, le=MAX_TOKENS)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
+def _unless_unlimited(given: Any) -> Any:
+    """Clients of llama.cpp and LM Studio send -1 for an answer as long as the context allows."""
+    return None if type(given) is int and given == -1 else given
+
+
+TokenLimit = Annotated[TokenCount | None, BeforeValidator(_unless_unlimited)]
+
+
 def _check_biases(given: Any) -> Any:
     """An object's entries are counted here, as pydantic counts them after it has validated all of them."""
     if isinstance(given, dict) and len(given) > MAX_LOGIT_BIASES:
@@ -96,7 +104,7 @@ class SamplingFields(Body):
     return_progress: Flag | None = None
     n: Annotated[int, Field(strict=True, ge=1)] | None = None
     seed: Annotated[int, Field(strict=True, ge=-1, lt=2**64)] | None = None
-    max_tokens: TokenCount | None = None
+    max_tokens: TokenLimit = None
     min_tokens: Annotated[int, Field(strict=True, ge=0, le=MAX_TOKENS)] | None = None
     temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None

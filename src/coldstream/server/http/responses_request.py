@@ -16,7 +16,7 @@ from coldstream.server.http.fields import (
     Name,
     Number,
     Text,
-    TokenCount,
+    TokenLimit,
 )
 from coldstream.server.http.problems import refused
 from coldstream.server.http.responses_history import Item, messages_of, tools_in
@@ -150,7 +150,7 @@ class ResponsesRequest(ResponsesInput):
     """The body of POST /v1/responses."""
 
     stream: Flag | None = None
-    max_output_tokens: TokenCount | None = None
+    max_output_tokens: TokenLimit = None
     temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_TOP_LOGPROBS)] | None = None
