@@ -150,6 +150,28 @@ def test_the_page_says_that_it_saves_until_its_last_state_is_stored(page: Page) 
     assert heard == [True, True, "", "", False, True, "later", False]
 
 
+@pytest.mark.sharded(of="processes")
+def test_an_answer_that_comes_behind_a_later_one_is_not_shown(page: Page) -> None:
+    """A look at the engine that was refused, where the next one, with another key, was not."""
+    heard = page.evaluate(
+        """async () => {
+            const { Engine } = await import('/page/engine.js');
+            const heard = [], answers = [], answered = window.fetch;
+            const engine = new Engine({}, () => heard.push('refused'), () => {});
+            engine.take = live => heard.push(live.state);
+            window.fetch = () => new Promise(answer => answers.push(answer));
+            const looks = [engine.look(), engine.look()];
+            window.fetch = answered;
+            answers[1](Response.json({ state: 'ready' }));
+            await looks[1];
+            answers[0](Response.json({ error: { message: 'no' } }, { status: 401 }));
+            await looks[0];
+            return heard;
+        }"""
+    )
+    assert heard == ["ready"]
+
+
 def test_a_browser_that_keeps_nothing_shows_the_page(browser: Browser, local_client: LocalClient) -> None:
     author = Author(local_client)
     context = browser.new_context(viewport=WIDE)

@@ -17,6 +17,7 @@ export class Engine {
     this.onSeen = onSeen;
     this.before = null;
     this.known = null;
+    this.numLooks = 0;
     document.addEventListener("visibilitychange", () => this.start());
   }
 
@@ -30,15 +31,24 @@ export class Engine {
     });
   }
 
+  // What an earlier look finds is left out: it may have been refused with the key before.
   async look() {
+    this.numLooks += 1;
+    const number = this.numLooks;
+    const isLatest = () => number === this.numLooks;
     try {
-      this.take(await getJson("live"));
+      const live = await getJson("live");
+      if (isLatest()) this.take(live);
     } catch (error) {
-      show("state", error.message);
-      document.getElementById("state").dataset.state = "away";
-      this.known = null;
-      if (error.status === 401) this.onRefused();
+      if (isLatest()) this.refuse(error);
     }
+  }
+
+  refuse(error) {
+    show("state", error.message);
+    document.getElementById("state").dataset.state = "away";
+    this.known = null;
+    if (error.status === 401) this.onRefused();
   }
 
   take(live) {
