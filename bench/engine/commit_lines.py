@@ -83,6 +83,7 @@ class ServerLine:
 
 DEMO_CPU = Setting("demo on the CPU", "demo", "cpu", 4096)
 SMALL_CPU = Setting("four layers on the CPU", "small", "cpu", 4096)
+SMALL_CPU_DEEP = Setting("four layers on the CPU, a context of 32K", "small", "cpu", 32_768 + 1024)
 RESIDENT = Setting("all experts on the GPU", "full", "cuda", 9216, options=(("parallel", 32),))
 DEEP = Setting("a context of 131K", "full", "cuda", 131_072 + 2048)
 DRAFTS = Setting("drafts of the model's own block", "demo", "cuda", 4096, options=(("spec_type", "mtp"),))
@@ -93,6 +94,7 @@ LINES: Final[tuple[Line | ServerLine, ...]] = (
     Line("cpu-demo-prompt", DEMO_CPU, "prompt", prompt_tokens=512, new_tokens=1),
     Line("cpu-4-layers-decode", SMALL_CPU, "text"),
     Line("cpu-4-layers-prompt", SMALL_CPU, "prompt", prompt_tokens=512, new_tokens=1),
+    Line("cpu-4-layers-32k", SMALL_CPU_DEEP, "part", prompt_tokens=32_768, new_tokens=16),
     ServerLine("cpu-server-load", DEMO_CPU, clients=8, seconds=10.0),
     Line("gpu-1-row", RESIDENT, "text", new_tokens=256),
     Line("gpu-8-rows", RESIDENT, "all", prompts=8, prompt_tokens=64),

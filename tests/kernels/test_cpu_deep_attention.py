@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from attention_batches import BatchCase, Kind, Part, random_tree, some_kinds, some_parts
+from attention_batches import BatchCase, Kind, Part, line, random_tree, some_kinds, some_parts
 from attention_cases import EPS, Case, make_case, records
 from cpu_cases import Output, Results, run_everywhere, same_bits
 from deep_attention import LARGEST_CONTEXT, fast_definition, random_rows
@@ -124,6 +124,15 @@ def check(tiers: Runtimes, case: BatchCase) -> None:
         expected = case.expected()
     found = run_everywhere(case.on_cpu, tiers)
     assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("num_rows", "committed"), [(1, 700), (3, 200), (40, 500)])
+def test_heads_of_keys_are_divided_in_any_way(threads: int, num_rows: int, committed: int) -> None:
+    """As many tasks as workers want have one head of five to all."""
+    for parents in (None, line(num_rows)):
+        case = BatchCase([Part(committed, num_rows, parents)], "i8", (10, 5, 16), seed=threads)
+        check([_csrc.Runtime(threads, "auto")], case)
 
 
 @pytest.mark.sharded

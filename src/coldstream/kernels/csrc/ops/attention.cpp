@@ -4,6 +4,8 @@
 //
 // Up to split_rows rows: every chunk of positions is a task, and a last stage merges them. Beyond: a task
 // walks the chunks of its tile and merges as it goes. The order of the merges, and so every bit, is the same.
+// A task has all heads of its positions, if there are tasks enough, so that it reads memory in order. Workers
+// take neighbouring chunks.
 //
 // A row of a draft tree sees the committed positions of its sequence and its own ancestors, which are not
 // stored at their positions. From the chunk of the first of them on, its keys and values are gathered in
@@ -17,9 +19,11 @@ namespace coldstream {
 
 namespace {
 
-constexpr int64_t rows_per_tile = 64;  // (token, query head) pairs that share the loads of a block
-constexpr int64_t split_rows = 8;      // most rows whose chunks are separate tasks
+constexpr int64_t rows_per_tile = 128;  // (token, query head) pairs that share the loads of a block
+constexpr int64_t most_tile_tokens = 64;
+constexpr int64_t split_rows = 8;  // most rows whose chunks are separate tasks
 constexpr int64_t heads_per_task = 8;
+constexpr int64_t tasks_per_worker = 4;  // at least, if there are as many heads
 
 // Consecutive tokens of one sequence, or some rows of a tree.
 struct TokenTile {
@@ -30,6 +34,13 @@ struct TokenTile {
   int32_t last_start;                 // the greatest of the rows' first positions
 };
 
+// A chunk of positions of some key/value heads, for the tokens of a tile, of so many rows of the step.
+struct ChunkTask {
+  const TokenTile* tile;
+  int64_t chunk, first_head, num_heads;
+  int rows;
+};
+
 class AttentionOp : public Op {
  public:
   AttentionOp(const FloatKernels& kernels, const AttentionArguments& arguments)
@@ -38,7 +49,7 @@ class AttentionOp : public Op {
         a_(arguments),
         places_{a_.layout, a_.num_pieces, a_.num_positions},
         group_(a_.num_heads / a_.num_kv_heads),
-        tile_tokens_(std::max<int64_t>(1, rows_per_tile / group_)),
+        tile_tokens_(std::clamp<int64_t>(rows_per_tile / group_, 1, most_tile_tokens)),
         row_floats_(attention_row_floats(a_.head_size)),
         query_ints_(is_integer() ? integer_query_ints(a_.head_size) : a_.head_size),
         cache_row_(cache_row_elements(a_.type, a_.head_size)),
@@ -85,7 +96,7 @@ class AttentionOp : public Op {
   // Private memory: of the tile that attends, then the gathered keys and the gathered values of one row.
   int64_t attending_floats() const {
     const int64_t rows = tile_tokens_ * group_;
-    return attention_memory_floats(a_.type, rows, a_.head_size) + 2 * rows * row_floats_;
+    return attention_memory_floats(a_.type, rows, a_.head_size) + 2 * a_.num_kv_heads * rows * row_floats_;
   }
   bool is_integer() const { return code_bits(a_.type) != 0; }
   int64_t element_bytes() const {
@@ -125,6 +136,10 @@ class AttentionOp : public Op {
 
   void plan_tiles(int32_t rows, Worker& w) {
     num_tiles_ = 0;
+    // Smaller tiles if the workers would have too few of them.
+    const bool is_smaller = w.count > 1 && rows > split_rows &&
+                            rows * a_.num_kv_heads < tasks_per_worker * w.count * tile_tokens_;
+    planned_tokens_ = is_smaller ? (tile_tokens_ + 1) / 2 : tile_tokens_;
     for (int32_t first = 0, end; first < rows; first = end) {
       end = group_end(a_.layout, first, rows);
       if (a_.layout.in_batch()) {
@@ -137,7 +152,7 @@ class AttentionOp : public Op {
   void plan_chain(int32_t first, int32_t end) {
     for (int32_t row = first; row < end; row++) {
       const bool follows = row > first && positions()[row] == int64_t{positions()[row - 1]} + 1;
-      if (follows && tiles_[num_tiles_ - 1].num_tokens < tile_tokens_) {
+      if (follows && tiles_[num_tiles_ - 1].num_tokens < planned_tokens_) {
         tiles_[num_tiles_ - 1].num_tokens++;
       } else {
         tiles_[num_tiles_++] = {row, 1, positions()[row], INT32_MAX, 0, INT32_MAX, 0};
@@ -150,7 +165,7 @@ class AttentionOp : public Op {
     const int32_t committed = batch().indices[first];
     const auto gathered_from = static_cast<int32_t>(committed / attention_chunk);
     for (int32_t row = first; row < end; row++) {
-      if ((row - first) % tile_tokens_ == 0) {
+      if ((row - first) % planned_tokens_ == 0) {
         tiles_[num_tiles_++] = {row, 0, committed, gathered_from, 0, INT32_MAX, 0};
       }
       TokenTile& tile = tiles_[num_tiles_ - 1];
@@ -225,52 +240,57 @@ class AttentionOp : public Op {
     cache_.store(values, cache_at(a_.v_cache, offset), a_.head_size);
   }
 
-  // One chunk of positions for all tokens of a tile.
-  void attend(int rows, const TokenTile& tile, int64_t kv_head, int64_t chunk, float* out, float* memory,
-              Worker& w) {
+  // out: of the first head of the task, those of each next one out_stride floats behind it.
+  void attend(const ChunkTask& task, float* out, int64_t out_stride, float* memory, Worker& w) {
+    const TokenTile& tile = *task.tile;
     const bool is_tree = tile.gathered_from != INT32_MAX;
     // At the beginning of windows, rows of a tree at different depths see different positions.
-    if (chunk >= tile.gathered_from || (is_tree && chunk * attention_chunk < tile.last_start)) {
+    if (task.chunk >= tile.gathered_from || (is_tree && task.chunk * attention_chunk < tile.last_start)) {
       for (int64_t token = 0; token < tile.num_tokens; token++) {
         const int64_t row = tile.first_row + token;
-        if (!sees(row, chunk)) continue;
-        attend_gathered(rows, row, kv_head, chunk, out + token * group_ * row_floats_, memory, w);
+        if (!sees(row, task.chunk)) continue;
+        for (int64_t i = 0; i < task.num_heads; i++) {
+          float* to = out + i * out_stride + token * group_ * row_floats_;
+          attend_gathered(task, row, task.first_head + i, to, memory, w);
+        }
       }
       return;
     }
-    AttentionChunk work = chunk_of(rows, tile.first_row, kv_head, chunk, out, memory, w);
+    AttentionChunk work = chunk_of(task, tile.first_row, task.first_head, out, memory, w);
     work.num_tokens = tile.num_tokens;
     work.first_position = tile.first_position;
+    work.num_kv_heads = task.num_heads;
+    work.rows_stride = out_stride;
     // Rows of a tree see all of the chunk; `first_position` does not hold for them.
     if (is_tree) work.window = 0;
-    uint64_t words[rows_per_tile * chunk_words];
+    uint64_t words[most_tile_tokens * chunk_words];
     if (has_choice()) {
       for (int64_t token = 0; token < tile.num_tokens; token++) {
-        choose(tile.first_row + token, chunk, words + token * chunk_words);
+        choose(tile.first_row + token, task.chunk, words + token * chunk_words);
       }
       work.chosen = words;
     }
-    const int64_t offset = cache_offset(tile.first_row, work.begin, kv_head);
+    const int64_t offset = cache_offset(tile.first_row, work.begin, task.first_head);
     work.keys = cache_at(a_.k_cache, offset);
     work.values = cache_at(a_.v_cache, offset);
     work.position_stride = a_.num_kv_heads * cache_row_;
     cache_.attend(work);
   }
 
-  void attend_gathered(int rows, int64_t row, int64_t kv_head, int64_t chunk, float* out, float* memory,
+  void attend_gathered(const ChunkTask& task, int64_t row, int64_t kv_head, float* out, float* memory,
                        Worker& w) {
     std::byte* keys = w.memory->data() + sizeof(float) * attending_floats();
     std::byte* values = keys + gathered_bytes();
-    gather(row, kv_head, chunk, keys, values);
-    AttentionChunk work = chunk_of(rows, row, kv_head, chunk, out, memory, w);
-    work.num_tokens = 1;
+    gather(row, kv_head, task.chunk, keys, values);
+    AttentionChunk work = chunk_of(task, row, kv_head, out, memory, w);
+    work.num_tokens = work.num_kv_heads = 1;
     work.first_position = positions()[row];
     work.keys = keys;
     work.values = values;
     work.position_stride = cache_row_;
     uint64_t words[chunk_words];
     if (has_choice()) {
-      choose(row, chunk, words);
+      choose(row, task.chunk, words);
       work.chosen = words;
     }
     cache_.attend(work);
@@ -294,13 +314,15 @@ class AttentionOp : public Op {
     }
   }
 
-  AttentionChunk chunk_of(int rows, int64_t row, int64_t kv_head, int64_t chunk, float* out, float* memory,
+  AttentionChunk chunk_of(const ChunkTask& task, int64_t row, int64_t kv_head, float* out, float* memory,
                           const Worker& w) const {
     AttentionChunk work = {};
-    work.q = query(w, rows, kv_head, row);
+    work.q = query(w, task.rows, kv_head, row);
+    work.q_stride = task.rows * group_ * query_ints_;
     work.group = group_;
     work.head_size = a_.head_size;
-    work.begin = chunk * attention_chunk;
+    work.row_elements = cache_row_;
+    work.begin = task.chunk * attention_chunk;
     work.window = a_.window;
     work.rows = out;
     work.memory = memory;
@@ -346,16 +368,30 @@ class AttentionOp : public Op {
     cache_.finish(result, gate(row, head), a_.out.row(row) + head * a_.head_size, a_.head_size);
   }
 
+  // Key/value heads of a task, of which there are `count` for each head: all, which lie in order of memory,
+  // unless the workers would have too few tasks.
+  int64_t heads_together(int64_t count, const Worker& w) const {
+    if (w.count == 1 || count == 0) return a_.num_kv_heads;
+    const int64_t parts = std::min((tasks_per_worker * w.count + count - 1) / count, a_.num_kv_heads);
+    return (a_.num_kv_heads + parts - 1) / parts;
+  }
+
   void attend_chunks(int rows, Worker& w) {
     auto* memory = reinterpret_cast<float*>(w.memory->data());
-    const int64_t num_units = num_tiles_ * a_.num_kv_heads;
     int64_t num_chunks = 0;
-    for (int64_t i = 0; i < num_tiles_; i++) num_chunks = std::max<int64_t>(num_chunks, tiles_[i].num_chunks);
-    for (int64_t task = w.take(); task < num_units * num_chunks; task = w.take()) {
-      const TokenTile& tile = tiles_[task % num_units / a_.num_kv_heads];
-      const int64_t chunk = task / num_units, kv_head = task % a_.num_kv_heads;
-      if (chunk < tile.first_chunk || chunk >= tile.num_chunks) continue;
-      attend(rows, tile, kv_head, chunk, partial(w, rows, chunk, kv_head, tile.first_row), memory, w);
+    for (int64_t i = 0; i < num_tiles_; i++) num_chunks += tiles_[i].num_chunks - tiles_[i].first_chunk;
+    const int64_t together = heads_together(num_chunks, w), head_stride = rows * group_ * row_floats_;
+    const int64_t total = (a_.num_kv_heads + together - 1) / together * num_chunks;
+    for (int64_t number = w.take_near(total); number < total; number = w.take_near(total)) {
+      const TokenTile* tile = tiles_.data();
+      int64_t chunk = number % num_chunks;
+      for (; chunk >= tile->num_chunks - tile->first_chunk; tile++)
+        chunk -= tile->num_chunks - tile->first_chunk;
+      chunk += tile->first_chunk;
+      const int64_t first_head = number / num_chunks * together;
+      const ChunkTask task = {tile, chunk, first_head, std::min(together, a_.num_kv_heads - first_head),
+                              rows};
+      attend(task, partial(w, rows, chunk, first_head, tile->first_row), head_stride, memory, w);
     }
   }
 
@@ -375,36 +411,52 @@ class AttentionOp : public Op {
   }
 
   void attend_tiles(int rows, Worker& w) {
-    const int64_t num_tasks = num_tiles_ * a_.num_kv_heads;
-    for (int64_t task = w.take(); task < num_tasks; task = w.take()) {
+    const int64_t together = heads_together(num_tiles_, w);
+    const int64_t num_parts = (a_.num_kv_heads + together - 1) / together, total = num_tiles_ * num_parts;
+    for (int64_t number = w.take(); number < total; number = w.take()) {
       // Later tokens see more positions: the longest tasks first.
-      const TokenTile& tile = tiles_[num_tiles_ - 1 - task / a_.num_kv_heads];
-      attend_tile(rows, tile, task % a_.num_kv_heads, w);
+      const TokenTile& tile = tiles_[num_tiles_ - 1 - number / num_parts];
+      const int64_t first_head = number % num_parts * together;
+      attend_tile({&tile, 0, first_head, std::min(together, a_.num_kv_heads - first_head), rows}, w);
     }
   }
 
-  void attend_tile(int rows, const TokenTile& tile, int64_t kv_head, Worker& w) {
+  // All chunks of a tile.
+  void attend_tile(ChunkTask task, Worker& w) {
+    const TokenTile& tile = *task.tile;
+    const int64_t head_floats = tile_tokens_ * group_ * row_floats_;
     auto* totals = reinterpret_cast<float*>(w.memory->data());
-    float* results = totals + tile_tokens_ * group_ * row_floats_;
-    float* memory = results + tile_tokens_ * group_ * row_floats_;
+    float* results = totals + task.num_heads * head_floats;
+    float* memory = results + task.num_heads * head_floats;
     uint64_t begun = 0;  // bits of the tokens that have a total
-    for (int64_t chunk = tile.first_chunk; chunk < tile.num_chunks; chunk++) {
-      attend(rows, tile, kv_head, chunk, results, memory, w);
+    for (task.chunk = tile.first_chunk; task.chunk < tile.num_chunks; task.chunk++) {
+      attend(task, results, head_floats, memory, w);
       for (int64_t token = 0; token < tile.num_tokens; token++) {
-        if (!sees(tile.first_row + token, chunk)) continue;
-        const int64_t begin = token * group_ * row_floats_;
-        if (!(begun >> token & 1)) {
-          begun |= uint64_t{1} << token;
-          std::copy_n(results + begin, group_ * row_floats_, totals + begin);
-          continue;
-        }
-        for (int64_t r = token * group_; r < (token + 1) * group_; r++) {
-          kernels_.attend_merge(totals + r * row_floats_, results + r * row_floats_, a_.head_size);
+        if (!sees(tile.first_row + token, task.chunk)) continue;
+        const bool is_first = !(begun >> token & 1);
+        begun |= uint64_t{1} << token;
+        for (int64_t i = 0; i < task.num_heads; i++) {
+          const int64_t begin = i * head_floats + token * group_ * row_floats_;
+          add_results(totals + begin, results + begin, is_first);
         }
       }
     }
-    for (int64_t r = 0; r < tile.num_tokens * group_; r++) {
-      finish(totals + r * row_floats_, tile.first_row + r / group_, kv_head * group_ + r % group_);
+    for (int64_t i = 0; i < task.num_heads; i++) {
+      for (int64_t r = 0; r < tile.num_tokens * group_; r++) {
+        finish(totals + i * head_floats + r * row_floats_, tile.first_row + r / group_,
+               (task.first_head + i) * group_ + r % group_);
+      }
+    }
+  }
+
+  // Those of a token and a key/value head.
+  void add_results(float* totals, const float* results, bool is_first) const {
+    if (is_first) {
+      std::copy_n(results, group_ * row_floats_, totals);
+      return;
+    }
+    for (int64_t r = 0; r < group_; r++) {
+      kernels_.attend_merge(totals + r * row_floats_, results + r * row_floats_, a_.head_size);
     }
   }
 
@@ -414,7 +466,7 @@ class AttentionOp : public Op {
   const CachePlaces places_;
   const int64_t group_, tile_tokens_, row_floats_, query_ints_, cache_row_, max_chunks_;
   std::vector<TokenTile> tiles_;
-  int64_t num_tiles_ = 0;
+  int64_t num_tiles_ = 0, planned_tokens_ = 0;  // tokens: of a tile, at most
 };
 
 }  // namespace

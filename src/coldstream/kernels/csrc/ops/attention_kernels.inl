@@ -166,8 +166,36 @@ static inline float advance_softmax(float* scores, SeenPart seen, float* maximum
   return factor;
 }
 
+// Reads a byte of every line of n positions from `offset` on, in the order of memory. What follows takes a
+// head at a time, which lies in pieces of a few lines, and hardware reads ahead only where lines follow each
+// other. Prefetches of as many lines take longer than these loads.
+template <typename T>
+static inline void read_positions(const AttentionChunk& chunk, int64_t offset, int64_t n) {
+  const int64_t stride = chunk.position_stride * sizeof(T);
+  const int64_t bytes = chunk.num_kv_heads * chunk.row_elements * sizeof(T);
+  const bool is_whole = bytes == stride;
+  const void* const caches[2] = {chunk.keys, chunk.values};
+  for (const void* cache : caches) {
+    const auto* from = reinterpret_cast<const volatile char*>(static_cast<const T*>(cache) + offset);
+    for (int64_t p = 0; p < (is_whole ? 1 : n); p++, from += stride) {
+      for (int64_t i = 0; i < (is_whole ? n * stride : bytes); i += 64) static_cast<void>(from[i]);
+    }
+  }
+}
+
+// n positions of a block from `offset` on, head by head: pack(offset of the head, n), then steps(head).
+template <typename T, typename Pack, typename Steps>
+static inline void walk_heads(const AttentionChunk& chunk, int64_t offset, int64_t n, const Pack& pack,
+                              const Steps& steps) {
+  read_positions<T>(chunk, offset, n);
+  for (int64_t head = 0; head < chunk.num_kv_heads; head++) {
+    pack(offset + head * chunk.row_elements, n);
+    steps(head);
+  }
+}
+
 // `walk_blocks` where each token has its own positions. A block of which it sees none does not count.
-template <typename Pack, typename Step>
+template <typename T, typename Pack, typename Step>
 static inline void walk_chosen(const AttentionChunk& chunk, const Pack& pack, const Step& step) {
   for (int64_t block = 0; block < chunk_words; block++) {
     const uint64_t* words = chunk.chosen + block;
@@ -175,85 +203,62 @@ static inline void walk_chosen(const AttentionChunk& chunk, const Pack& pack, co
     for (int64_t token = 0; token < chunk.num_tokens; token++) any |= words[token * chunk_words];
     if (any == 0) continue;
     const int64_t n = attention_block - __builtin_clzll(any);
-    pack(block * attention_block * chunk.position_stride, n);
-    for (int64_t token = 0, next; token < chunk.num_tokens; token = next) {
-      const uint64_t *of_token = words + token * chunk_words, chosen = *of_token;
-      next = token + 1;
-      if (chosen == 0) continue;
-      const auto is_first = [&](const uint64_t* word) {
-        uint64_t before = 0;
-        for (int64_t b = 1; b <= block; b++) before |= word[-b];
-        return before == 0;
-      };
-      const bool first = is_first(of_token);
-      // Tokens that see the whole block go together.
-      while (chosen == all_chosen && next < chunk.num_tokens && words[next * chunk_words] == all_chosen &&
-             is_first(words + next * chunk_words) == first) {
-        next++;
+    const int64_t offset = block * attention_block * chunk.position_stride;
+    walk_heads<T>(chunk, offset, n, pack, [&](int64_t head) {
+      for (int64_t token = 0, next; token < chunk.num_tokens; token = next) {
+        const uint64_t *of_token = words + token * chunk_words, chosen = *of_token;
+        next = token + 1;
+        if (chosen == 0) continue;
+        const auto is_first = [&](const uint64_t* word) {
+          uint64_t before = 0;
+          for (int64_t b = 1; b <= block; b++) before |= word[-b];
+          return before == 0;
+        };
+        const bool first = is_first(of_token);
+        // Tokens that see the whole block go together.
+        while (chosen == all_chosen && next < chunk.num_tokens && words[next * chunk_words] == all_chosen &&
+               is_first(words + next * chunk_words) == first) {
+          next++;
+        }
+        const SeenPart seen = {
+            .from = 0, .end = attention_block - __builtin_clzll(chosen), .first = first, .chosen = chosen};
+        step(head, token * chunk.group, (next - token) * chunk.group, seen);
       }
-      const SeenPart seen = {
-          .from = 0, .end = attention_block - __builtin_clzll(chosen), .first = first, .chosen = chosen};
-      step(token * chunk.group, (next - token) * chunk.group, seen);
-    }
+    });
   }
 }
 
-// Asks for the keys and the values of n positions from `offset` on. They lie in pieces of a few lines, as
-// heads are neighbours, and the hardware asks for few of them ahead. Always inline: GCC leaves out calls of
-// functions that have no result.
-template <typename T>
-static inline __attribute__((always_inline)) void prefetch_rows(const AttentionChunk& chunk, int64_t offset,
-                                                                int64_t n, int64_t row_elements) {
-  for (int64_t p = 0; p < n; p++) {
-    const int64_t at = offset + p * chunk.position_stride;
-    const auto* keys = reinterpret_cast<const char*>(static_cast<const T*>(chunk.keys) + at);
-    const auto* values = reinterpret_cast<const char*>(static_cast<const T*>(chunk.values) + at);
-    for (int64_t i = 0; i < row_elements * static_cast<int64_t>(sizeof(T)); i += 64) {
-      __builtin_prefetch(keys + i, 0, 2);
-      __builtin_prefetch(values + i, 0, 2);
-    }
-  }
-}
-
-// The blocks of a chunk that some row sees: pack(offset, n) of its n positions, then step(first_row,
-// num_rows, seen) for rows that see the same of them. T, row_elements: of a row of the caches.
+// The blocks of a chunk that some row sees, for each head: pack(offset, n) of its n positions, then
+// step(head, first_row, num_rows, seen) for rows that see the same of them. T: of an element of the caches.
 template <typename T, typename Pack, typename Step>
-static inline void walk_blocks(const AttentionChunk& chunk, int64_t row_elements, const Pack& pack,
-                               const Step& step) {
-  if (chunk.chosen != nullptr) return walk_chosen(chunk, pack, step);
+static inline void walk_blocks(const AttentionChunk& chunk, const Pack& pack, const Step& step) {
+  if (chunk.chosen != nullptr) return walk_chosen<T>(chunk, pack, step);
   const int64_t last_position = chunk.first_position + chunk.num_tokens - 1;
   // How far tokens look back; without a window, to position 0 and beyond.
   const int64_t back = chunk.window > 0 ? chunk.window - 1 : last_position;
-  bool is_first = true;
   for (int64_t begin = chunk.begin; begin < chunk.begin + attention_chunk && begin <= last_position;
        begin += attention_block) {
     if (begin + attention_block <= chunk.first_position - back) continue;
     const int64_t left = last_position + 1 - begin, n = left < attention_block ? left : attention_block;
-    const int64_t offset = (begin - chunk.begin) * chunk.position_stride;
-    if (is_first) prefetch_rows<T>(chunk, offset, n, row_elements);
-    is_first = false;
-    pack(offset, n);
-    if (left > n && begin + attention_block < chunk.begin + attention_chunk) {
-      const int64_t next = left - n < attention_block ? left - n : attention_block;
-      prefetch_rows<T>(chunk, offset + n * chunk.position_stride, next, row_elements);
-    }
-    int64_t token = begin > chunk.first_position ? begin - chunk.first_position : 0;
-    while (token < chunk.num_tokens) {
-      // Tokens that see the whole block and what is before it go together; on the diagonal, and where windows
-      // begin, each has its own positions.
-      const int64_t position = chunk.first_position + token, start = position - back - begin;
-      if (start >= attention_block) break;
-      const int64_t end = position + 1 - begin;
-      const bool alone = end < attention_block || (chunk.window > 0 && start >= 0);
-      const int64_t alike = alone ? token + 1 : chunk.window > 0 ? token - start : chunk.num_tokens;
-      const int64_t next = alike < chunk.num_tokens ? alike : chunk.num_tokens;
-      const SeenPart seen = {.from = start > 0 ? start : 0,
-                             .end = end < attention_block ? end : attention_block,
-                             .first = begin == chunk.begin || (chunk.window > 0 && start >= 0),
-                             .chosen = all_chosen};
-      step(token * chunk.group, (next - token) * chunk.group, seen);
-      token = next;
-    }
+    walk_heads<T>(chunk, (begin - chunk.begin) * chunk.position_stride, n, pack, [&](int64_t head) {
+      int64_t token = begin > chunk.first_position ? begin - chunk.first_position : 0;
+      while (token < chunk.num_tokens) {
+        // Tokens that see the whole block and what is before it go together; on the diagonal, and where
+        // windows begin, each has its own positions.
+        const int64_t position = chunk.first_position + token, start = position - back - begin;
+        if (start >= attention_block) break;
+        const int64_t end = position + 1 - begin;
+        const bool alone = end < attention_block || (chunk.window > 0 && start >= 0);
+        const int64_t alike = alone ? token + 1 : chunk.window > 0 ? token - start : chunk.num_tokens;
+        const int64_t next = alike < chunk.num_tokens ? alike : chunk.num_tokens;
+        const SeenPart seen = {.from = start > 0 ? start : 0,
+                               .end = end < attention_block ? end : attention_block,
+                               .first = begin == chunk.begin || (chunk.window > 0 && start >= 0),
+                               .chosen = all_chosen};
+        step(head, token * chunk.group, (next - token) * chunk.group, seen);
+        token = next;
+      }
+    });
   }
 }
 
@@ -269,10 +274,10 @@ static void attend(const AttentionChunk& chunk) {
     pack_keys(static_cast<const T*>(chunk.keys) + offset, chunk.position_stride, n, size, keys);
     pack_values(static_cast<const T*>(chunk.values) + offset, chunk.position_stride, n, size, values);
   };
-  walk_blocks<T>(chunk, size, pack, [&](int64_t first_row, int64_t num_rows, SeenPart seen) {
-    accumulate(queries + first_row * size, size, keys, attention_block, scores, attention_block, nullptr,
-               num_rows, head_floats(seen.end), size);
-    float* rows = chunk.rows + first_row * row_floats;
+  walk_blocks<T>(chunk, pack, [&](int64_t head, int64_t first_row, int64_t num_rows, SeenPart seen) {
+    accumulate(queries + head * chunk.q_stride + first_row * size, size, keys, attention_block, scores,
+               attention_block, nullptr, num_rows, head_floats(seen.end), size);
+    float* rows = chunk.rows + head * chunk.rows_stride + first_row * row_floats;
     for (int64_t r = 0; r < num_rows; r++) {
       float* row = rows + r * row_floats;
       factors[r] = advance_softmax(scores + r * attention_block, seen, row + width, row + width + 1);

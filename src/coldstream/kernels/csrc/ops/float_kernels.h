@@ -27,10 +27,11 @@ constexpr int64_t attention_block = 64;   // positions that share one running ma
 constexpr int64_t attention_chunk = 256;  // positions accumulated apart from the others
 constexpr int64_t chunk_words = attention_chunk / attention_block;
 
-// Consecutive tokens of one sequence, the query heads of one key/value head, and one chunk of positions.
+// Consecutive tokens of one sequence, the query heads of neighbouring key/value heads, and one chunk of
+// positions.
 struct AttentionChunk {
   const void* q;  // [num_tokens, group, query_ints(head_size)], prepared for the type of the caches
-  int64_t num_tokens, group, head_size;
+  int64_t num_tokens, group, head_size, num_kv_heads;
   int64_t first_position;  // of the first token
   int64_t begin;           // of the chunk
   int64_t window;          // positions that a token sees, its own included; 0: all
@@ -38,9 +39,10 @@ struct AttentionChunk {
   const uint64_t* chosen;
   const void* keys;  // of position `begin`, as the type of the caches has them
   const void* values;
-  int64_t position_stride;  // in elements
+  int64_t position_stride, row_elements;  // in elements: from a position to the next, from a head to the next
   float* rows;    // [num_tokens, group] as above; tokens that see nothing of the chunk are left alone
   float* memory;  // attention_memory_floats(…)
+  int64_t q_stride, rows_stride;  // from a key/value head to the next, in elements of `q` and in floats
 };
 
 // The types of caches that there are kernels for: `CacheLayout` of kernels/attention/cache_layout.py. A row

@@ -273,10 +273,9 @@ static void attend_integers(const AttentionChunk& chunk) {
     Operands::pack_values(of_values.first, of_values.stride, n, size, values);
     load_scales<planes>(of_values.first, of_values.stride, n, size, value_scales);
   };
-  const int64_t row_bytes = size * bits / 8 + row_alignment;
-  walk_blocks<int8_t>(chunk, row_bytes, pack, [&](int64_t first_row, int64_t num_rows, SeenPart seen) {
+  walk_blocks<int8_t>(chunk, pack, [&](int64_t head, int64_t first_row, int64_t num_rows, SeenPart seen) {
     const int64_t n = seen.end;
-    const int32_t* q = queries + first_row * query_ints;
+    const int32_t* q = queries + head * chunk.q_stride + first_row * query_ints;
     Operands::multiply_keys(q, keys, num_rows, head_floats(n), size,
                             [&](int64_t r, int64_t column, Vec16 products) {
                               float scale;
@@ -284,7 +283,7 @@ static void attend_integers(const AttentionChunk& chunk) {
                               store16(scores + r * attention_block + column,
                                       mul16(mul16(products, splat16(scale)), load16(key_scales + column)));
                             });
-    float* rows = chunk.rows + first_row * row_floats;
+    float* rows = chunk.rows + head * chunk.rows_stride + first_row * row_floats;
     for (int64_t r = 0; r < num_rows; r++) {
       float *row = rows + r * row_floats + size, *row_scores = scores + r * attention_block;
       factors[r] = advance_softmax(row_scores, seen, row, row + 1);
