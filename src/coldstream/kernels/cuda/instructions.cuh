@@ -49,9 +49,11 @@ __device__ __forceinline__ uint32_t count_up_to(uint32_t* count, uint32_t last) 
 }
 
 // Until a count that other blocks increment is at least so much; acquires. All of these blocks must have a
-// place on the device at once.
+// place on the device at once. If one never gets it, the launch fails after a minute or two of looks.
 __device__ __forceinline__ void wait_for_count(const uint32_t* count, uint32_t least) {
-  while (load_acquire(count) < least) {
+  constexpr uint32_t most_looks = 1u << 27;
+  for (uint32_t looks = 0; load_acquire(count) < least; looks++) {
+    if (looks == most_looks) __trap();
   }
 }
 

@@ -89,8 +89,8 @@ struct RowChoice {
     }
   }
 
-  // The histogram of the pass after the next one is empty when this one begins. Before that, nobody reads
-  // what it had: a block that is here has waited for all to arrive behind their last look at it.
+  // The block's part of the histogram of a pass, before the meeting in front of that pass. It was that of
+  // three passes before. A block that is here has met all others behind their last look at that.
   __device__ __forceinline__ void clear_histogram(int pass) const {
     Histogram& histogram = row.state.histograms[pass % num_histograms];
     for (int i = blockIdx.x * block_threads + threadIdx.x; i < num_bins; i += gridDim.x * block_threads) {
