@@ -276,8 +276,15 @@ async def test_rq10_unknown_routes_and_methods_say_nothing_of_the_machine(http: 
         assert "server" not in response.headers
         if method != "HEAD":
             assert response.json()["error"]["type"] == "invalid_request_error"
-    embeddings = await http.post("/v1/embeddings", json={})
-    assert "embeddings are not computed here" in embeddings.json()["error"]["message"]
+    for path, message in (
+        ("/v1/embeddings", "embeddings are not computed here"),
+        ("/v1/conversations", "send all items with each request"),
+        ("/api/chat", "OpenAI's is at /v1"),
+        ("/v1/v1/messages", "has /v1 twice"),
+        ("/v1/nothing", "no such route; GET /openapi.json lists them all"),
+    ):
+        response = await http.post(path, json={})
+        assert (response.status_code, message in response.json()["error"]["message"]) == (404, True)
 
 
 async def test_unknown_fields_are_ignored(http: httpx2.AsyncClient) -> None:

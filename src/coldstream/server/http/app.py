@@ -42,6 +42,9 @@ _NOT_OFFERED: Final[Mapping[str, str]] = {
     "completions": "use /v1/completions, whose fields and answers are OpenAI's",
     "infill": "text is not filled in here: use /v1/completions, which goes on from a prompt",
     "slots": "a server has no slots that can be asked for: GET /props has what runs and waits",
+    "conversations": "conversations are not kept here: send all items with each request",
+    "api": "Ollama's interface is not offered: OpenAI's is at /v1, and Anthropic's at /v1/messages",
+    "v1": "the path has /v1 twice: leave it out of the address that the client is given",
     "fine_tuning": "models are not trained here: this server generates text only",
 }
 

@@ -160,7 +160,8 @@ def forced_calls(
         return harmony_call(signatures, thinking_budget)
     if calls is None:
         raise InvalidRequestError(
-            "tool_choice: this model's chat template shows no known format of calls: leave tool_choice out"
+            "tool_choice: this model's chat template shows no known format of calls: leave tool_choice out, "
+            "or give the server a template that has one (--chat-template)"
         )
     return calls.forced(signatures, most_calls=most_calls)
 
