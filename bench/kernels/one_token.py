@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict
 from multiprocessing import get_context
 from typing import Any
@@ -50,19 +49,11 @@ from coldstream.errors import DeviceError
 from coldstream.kernels.cuda.compiler import compile_together
 from coldstream.kernels.cuda.features import architecture_of
 from coldstream.kernels.cuda.limits import device_limits
-from coldstream.kernels.cuda.runtime import calls, streams
+from coldstream.kernels.cuda.runtime import calls
 
 LAYER = 5  # of the file: its experts are all of Q4_K, as in half of the layers
 LAUNCHES, STAMPED_LAUNCHES = 25, 5
 FEWER_BLOCKS = 4  # that a grid of clusters is made smaller by until the device takes it
-
-
-@contextmanager
-def own_stream() -> Iterator[torch.cuda.Stream]:
-    """PyTorch's operations and launches on one stream."""
-    stream = torch.cuda.ExternalStream(streams.current_stream().handle)
-    with torch.cuda.stream(stream):
-        yield stream
 
 
 def compile_all(designs: Sequence[Design], arch: str) -> float:
@@ -218,12 +209,11 @@ def main() -> int:
         },
     }
     rows = []
-    with own_stream():
-        warm_up()
-        for row in run(shape, designs, options.layers):
-            rows.append(row)
-            if options.out:  # what there is, should the rest not come
-                options.out.write_text(json.dumps({**result, "versions": rows}))
+    warm_up()
+    for row in run(shape, designs, options.layers):
+        rows.append(row)
+        if options.out:  # what there is, should the rest not come
+            options.out.write_text(json.dumps({**result, "versions": rows}))
     write_result({**result, "versions": rows}, options.out, options.commit)
     return int(any("error" in row or not row["is_right"] for row in rows))
 
