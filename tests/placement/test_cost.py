@@ -267,6 +267,9 @@ def test_what_was_not_measured_is_named() -> None:
     )
     assert known.assumed == ()
     assert known.describe_assumed(["link_bytes_per_s"]) == ""
+    names = ["row_bytes_per_s", "mixers", "read_bytes_per_s"]
+    attention = f"attention of one row {MIXERS.cached_bytes_per_s / 1e9:.3g} GB/s"
+    assert known.describe_measured(names) == f"RAM 50 GB/s, products of one row 40 GB/s, {attention}"
     assert (known.read_beside_link, known.link_beside_read, known.handshake_s) == (3e10, 2e10, 7e-6)
     assert known.cpu_ops_per_s == 4 * 6.8e10
     assert Rates.of(replace(bare, cpu_flags=())).cpu_bytes_per_s < known.cpu_bytes_per_s

@@ -89,7 +89,8 @@ class StepDivision:
         self.with_cpu = is_possible and self._part.choose(rows)
         self._begun = now if is_possible else None
         self._is_usual = (rows, self.with_cpu) in self._known  # rates and kernels are new to the first step
-        self._missed_bytes, self._asked, self._probed = 0, None, _Probed()
+        self._missed_bytes = 0
+        self._asked, self._probed = None, _Probed()
         self.share.bus.start_step()
 
     def note_recording(self) -> None:
