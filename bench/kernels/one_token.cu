@@ -99,9 +99,11 @@ struct Program {
   int cluster;
   int backoff_ns;
   int num_experts;
-  int ranks;   // chosen experts, and the shared one
-  int logits;  // places in `activations`
-  int choice;  // ids, then weights; -1: readers choose
+  int stored_experts;  // of a layer, without the shared one, which comes behind them
+  int stored_a_rank;   // of which a rank has some for itself; 0: all experts are stored
+  int ranks;           // chosen experts, and the shared one
+  int logits;          // places in `activations`
+  int choice;          // ids, then weights; -1: readers choose
   int state_from;
   int state_bytes;  // of a layer
   int head_ratio;   // heads of values for one of keys
@@ -293,7 +295,7 @@ __device__ void produce(const Program& p, const TokenMemory& m, const Places& at
     const uint8_t* const weights = m.weights + layer % p.num_layers * p.layer_bytes;
     const uint8_t* const states = m.states + int64_t(layer % p.num_layers) * p.state_bytes;
     watch.layer = layer;
-    int id = p.num_experts;  // of the rank that is the lane's number
+    int id = p.stored_experts;  // of the rank that is the lane's number
     bool has_ids = false, is_first = true;
     for (int i = 0; i < lists.num_pieces[ring]; i++) {
       const Piece piece = at.pieces[lists.first_piece[ring] + i];
@@ -306,7 +308,11 @@ __device__ void produce(const Program& p, const TokenMemory& m, const Places& at
         else if (lane < p.ranks - 1)
           id = __ldcg(m.activations + p.choice + lane);
         // An expert that exists, also where nobody has waited for the answer.
-        if (lane < p.ranks - 1) id = int(uint32_t(id) % uint32_t(p.num_experts));
+        if (lane < p.ranks - 1)
+          id = p.stored_a_rank ? lane * p.stored_a_rank + int(uint32_t(id) % uint32_t(p.stored_a_rank))
+                               : int(uint32_t(id) % uint32_t(p.num_experts));
+        else
+          id = p.stored_experts;
         has_ids = true;
       }
       const int own_id = __shfl_sync(all_lanes, id, piece.rank < 0 ? 0 : min(piece.rank + lane, p.ranks - 1));

@@ -182,12 +182,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--designs", help="names, separated by semicolons; all")
     parser.add_argument("--layers", type=int, default=FULL_SHAPE.layers)
+    parser.add_argument("--experts", type=int, help="stored ones of a layer, for less memory; all")
     parser.add_argument("--list", type=int, metavar="BLOCK", help="print a block's list; no GPU")
     add_result_options(parser)
     options = parser.parse_args()
     wanted = options.designs.split(";") if options.designs else [design.name for design in DESIGNS]
     designs = [design for design in DESIGNS if design.name in wanted]
-    shape = LayerShape.of(FULL_SHAPE, layer=LAYER)
+    shape = LayerShape.of(FULL_SHAPE, layer=LAYER, stored=options.experts)
     if options.list is not None:
         return max(show_lists(plan(shape, design, 132), options.list) for design in designs)
     calls.attach()
@@ -202,6 +203,7 @@ def main() -> int:
         "copy_bytes_s": bandwidth,
         "compiled_s": round(compiled_s, 1),
         "layers": options.layers,
+        "stored_bytes": shape.layer_bytes * options.layers,
         "layer": {
             "weights_bytes": shape.read_bytes,
             "state_bytes": 2 * shape.state_bytes,

@@ -215,6 +215,8 @@ class Launch:
             cluster=design.cluster,
             backoff_ns=design.backoff_ns,
             num_experts=shape.experts,
+            stored_experts=shape.stored,
+            stored_a_rank=shape.stored_a_rank,
             ranks=shape.ranks,
             logits=buffers.logits,
             choice=buffers.choice if design.choice == "last block" else -1,

@@ -321,7 +321,7 @@ class _Planner:
         rows = range(2 * pairs.start, 2 * pairs.stop)
         pieces = self.rows_of(matrix, rows, 1 if self.design.shared_first else 2, slot=self.shape.chosen)
         for piece in pieces:
-            piece.offset += self.shape.experts * matrix.expert_bytes
+            piece.offset += self.shape.stored * matrix.expert_bytes
         return pieces
 
     def activate(self, inputs: dict[str, int], answer: int) -> int:
@@ -373,7 +373,7 @@ class _Planner:
             offset = matrix.offset + rows.start * matrix.row_bytes
             made = {
                 "wait": NO_COUNTER if is_shared else answer,
-                "offset": offset + is_shared * self.shape.experts * matrix.expert_bytes,
+                "offset": offset + is_shared * self.shape.stored * matrix.expert_bytes,
                 "copies": copies,
                 "copy_bytes": copy_bytes,
                 "expert_bytes": matrix.expert_bytes,

@@ -105,7 +105,9 @@ class Reference:
         chosen = order.indices[: self.shape.chosen].tolist()
         weights = [1 + (value >> 8 & 7) for value in order.values[: self.shape.chosen].tolist()]
         total = torch.zeros_like(middle)
-        for expert, weight in zip([*chosen, self.shape.experts], [*weights, SHARED_WEIGHT], strict=True):
+        ranked = zip([*chosen, self.shape.experts], [*weights, SHARED_WEIGHT], strict=True)
+        for rank, (chosen_expert, weight) in enumerate(ranked):
+            expert = self.shape.place_of(rank, chosen_expert)
             gate, up = self.product(layer, units, x, expert).view(-1, 2).unbind(dim=1)
             unit = wrapped((gate >> 11) * (up >> 11))
             total += weight * (self.product(layer, down, quantised(unit), expert) >> 6)

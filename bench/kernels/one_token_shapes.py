@@ -85,10 +85,11 @@ class LayerShape:
     experts: int
     chosen: int
     expert_ffn: int
+    stored: int  # routed experts that have weights; fewer than all for less memory, see `place_of`
     matrices: tuple[Matrix, ...]
 
     @classmethod
-    def of(cls, shape: Shape, mix: Mix = PLAIN, layer: int = 0) -> "LayerShape":
+    def of(cls, shape: Shape, mix: Mix = PLAIN, layer: int = 0, stored: int | None = None) -> "LayerShape":
         """Of a layer of the full-size file. Rows are whole vectors, so that Q6_K's are longer."""
 
         def row_bytes(name: str, cols: int) -> int:
@@ -99,7 +100,9 @@ class LayerShape:
 
         hidden, ffn, values = shape.hidden, shape.expert_ffn, shape.value_heads * shape.state_dim
         assert shape.state_dim == HEAD_SIZE
-        experts = shape.experts + 1
+        stored = shape.experts if stored is None else stored
+        assert stored == shape.experts or stored % shape.experts_per_token == 0
+        experts = stored + 1
         parts = (
             ("attn_qkv", 2 * shape.key_heads * shape.state_dim + values, hidden, 1),
             ("attn_gate", values, hidden, 1),
@@ -114,10 +117,22 @@ class LayerShape:
             matrices.append(Matrix(name, rows, cols, row_bytes(name, cols), count, offset))
             offset += -(-matrices[-1].num_bytes // 256) * 256
         sizes = (hidden, shape.key_heads, shape.value_heads, shape.experts, shape.experts_per_token, ffn)
-        return cls(*sizes, tuple(matrices))
+        return cls(*sizes, stored, tuple(matrices))
 
     def matrix(self, name: str) -> Matrix:
         return next(matrix for matrix in self.matrices if matrix.name == name)
+
+    @property
+    def stored_a_rank(self) -> int:
+        """Where not all experts are stored: those that only one rank of the chosen ones takes; 0 for all."""
+        return 0 if self.stored == self.experts else self.stored // self.chosen
+
+    def place_of(self, rank: int, expert: int) -> int:
+        """Which stored expert stands for the one that is chosen in this rank; the shared one is the last."""
+        if rank == self.chosen:
+            return self.stored
+        own = self.stored_a_rank
+        return rank * own + expert % own if own else expert
 
     @property
     def ranks(self) -> int:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from one_token_cases import BLOCKS, LAYERS, SMALL, named
+from one_token_cases import BLOCKS, FEWER_STORED, LAYERS, SMALL, named
 
 from bench.kernels.architectures import REGISTERS
 from bench.kernels.every_kernel import DEVICES
@@ -66,6 +66,16 @@ def test_a_design_computes_the_definition(name: str) -> None:
     want = Reference(SMALL, "cpu").run(BEGIN, design.tokens)
     assert want.stream.unique().numel() > SMALL.hidden // 2, "numbers that would show a fault"
     assert same(launch.result(), want)
+
+
+@pytest.mark.usefixtures("host")
+def test_fewer_experts_may_be_stored() -> None:
+    assert FEWER_STORED.layer_bytes < SMALL.layer_bytes // 2
+    assert FEWER_STORED.moved_bytes == SMALL.moved_bytes
+    launch = launched(plan(FEWER_STORED, named("joined"), BLOCKS))
+    launch.run()
+    launch.check()
+    assert same(launch.result(), Reference(FEWER_STORED, "cpu").run(BEGIN, 1))
 
 
 @pytest.mark.gpu
