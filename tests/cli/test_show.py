@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from builders import SMALL, make_model, write_gguf, write_model
+from coldstream.assets import demo_model_path
 from sidecar_files import make_whole, write_split
 
 Run = Callable[..., tuple[int, str, str]]
@@ -30,6 +31,12 @@ def test_numbers_types_and_metadata(run: Run, path: str) -> None:
     assert "tokenizer.ggml.eos_token_id" in out
     assert "blk.0.attn_norm.weight" not in out
     assert "blk.0.attn_norm.weight" in run("show", path, "--tensors")[1]
+
+
+def test_without_a_model_it_is_the_bundled_one(run: Run) -> None:
+    code, out, _ = run("show")
+    assert (code, out) == run("show", str(demo_model_path()))[:2]
+    assert "coldstream demo" in out
 
 
 def test_json_is_one_line_with_everything(run: Run, path: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 import numpy as np
 
-from coldstream.cli.model_argument import complete_model
+from coldstream.cli.model_argument import complete_model, model_or_bundled
 from coldstream.cli.options import common_options, engine_config
 from coldstream.cli.tables import print_pairs, print_table
 from coldstream.cli.terminal import ProgressLine, format_bytes, format_count, note, visible
@@ -28,15 +28,18 @@ _MAX_SHOWN_ITEMS = 8
 
 
 @click.command("show", short_help="Describe a model file.")
-@click.argument("model", shell_complete=complete_model)
+@click.argument("model", required=False, shell_complete=complete_model)
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of tables.")
 @click.option("--offline", is_flag=True, help="Never ask the hub; use what is on this machine.")
 @common_options
-def command(model: str, tensors: bool, as_json: bool, offline: bool) -> None:
-    """Describe MODEL, a file or org/repo[:QUANT]: numbers, quantisation, metadata. Weights are not read."""
+def command(model: str | None, tensors: bool, as_json: bool, offline: bool) -> None:
+    """Describe MODEL, a file or org/repo[:QUANT]: numbers, quantisation, metadata. Weights are not read.
+
+    Without MODEL: the bundled demo model.
+    """
     with ProgressLine() as line:
-        config = engine_config(model, {"offline": offline})
+        config = engine_config(model_or_bundled(model), {"offline": offline})
         path = resolve_model(config.model, offline=offline, progress=line.update)
     with GGUFFile.open(path) as file:
         try:
