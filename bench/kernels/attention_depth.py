@@ -94,6 +94,16 @@ def compared(workers: Sequence[Worker], case: dict[str, Any], repeats: int) -> d
     }
 
 
+def command_of(options: argparse.Namespace) -> str:
+    """Without files."""
+    words = ["python", "-m", "bench.kernels.attention_depth", "--against", options.against]
+    for name in ("threads", "tier", "rows", "sequences", "repeats"):
+        words += [f"--{name}", str(getattr(options, name))]
+    for name in ("shapes", "types", "depths"):
+        words += [f"--{name}", *map(str, getattr(options, name))]
+    return shlex.join([*words, "--tree"] if options.tree else words)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -111,7 +121,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=12)
     add_result_options(parser)
     options = parser.parse_args()
-    command = shlex.join(["python", "-m", "bench.kernels.attention_depth", *sys.argv[1:]])
+    command = command_of(options)
     name, found = options.commit or commit(), []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as cleanup:
         commits = Commit(name, Path(sys.executable)), other_commit(options, Path(folder))
