@@ -15,7 +15,7 @@ from coldstream.decoding.token_tree import TokenTree
 from coldstream.decoding.tree_size import SizeReason
 from coldstream.experts import miss_shares
 from coldstream.experts.cpu_part import CpuPart
-from coldstream.experts.cpu_share import CpuShare, Lookahead
+from coldstream.experts.cpu_share import CpuShare, Lookahead, Share
 from coldstream.experts.miss_shares import MissShares
 from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_RANKS
 from coldstream.kernels.experts.split import (
@@ -51,8 +51,9 @@ def random_controls(rng: np.random.Generator) -> Iterator[None]:
                 table[counts] = rng.integers(0, np.arange(MAX_RANKS + 1) + 1)
         return tuple(tables)
 
-    def split(share: CpuShare, rows: int, experts: np.ndarray, *_: int) -> int:
-        return int(rng.integers(0, len(experts) + 1))
+    def split(share: CpuShare, rows: int, experts: np.ndarray, *_: int) -> Share:
+        """Now and then a layer is all the bus's instead."""
+        return Share(int(rng.integers(0, len(experts) + 1)), 1.0, float(rng.choice([1.0, np.inf])))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(miss_shares, "STEPS_OF_AN_UPDATE", 1)

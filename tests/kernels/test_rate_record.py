@@ -28,7 +28,8 @@ def test_each_field_has_bounds_and_is_a_float(record: RateRecord, name: str) -> 
     for value in (least, most):
         assert replace(record, **{name: value}).is_sane
     below = math.nextafter(least, -math.inf)
-    wrong: tuple[Any, ...] = (below, math.nextafter(most, math.inf), math.nan, None, 1, True, "1.0", [])
+    whole = math.ceil(most)  # as JSON has it, without a point
+    wrong: tuple[Any, ...] = (below, math.nextafter(most, math.inf), math.nan, None, whole, True, "1.0", [])
     for value in wrong:
         document = asdict(record) | {name: value}
         assert type(record).parsed(document) is None, value

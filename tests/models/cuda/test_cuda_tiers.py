@@ -1,5 +1,6 @@
 """Slots of a GPU, a pool in RAM and the disk: where experts are changes speed and no bit."""
 
+import math
 import os
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ from runner_cases import VARIANTS, reference_logits, token_ids, write_family, wr
 
 from coldstream.assets import demo_model_path
 from coldstream.errors import ModelChangedError
-from coldstream.experts.cpu_share import CpuShare
+from coldstream.experts.cpu_share import CpuShare, Share
 from coldstream.experts.prefetch import Prefetching
 from coldstream.kvcache import CacheSize
 from random_residency import RandomResidency
@@ -82,7 +83,11 @@ def test_whoever_computes_what_a_prompt_lacks(
     cpu_share: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(CpuShare, "split", lambda self, rows, experts, *rest: round(cpu_share * len(experts)))
+    monkeypatch.setattr(
+        CpuShare,
+        "split",
+        lambda self, rows, experts, *rest: Share(round(cpu_share * len(experts)), 1.0, math.inf),
+    )
     with open_partly(path, 0.1, in_ram=0.3, context_length=CONTEXT) as runner:
         check_outputs(runner, expected)
 

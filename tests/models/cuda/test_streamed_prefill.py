@@ -1,5 +1,6 @@
 """Long prompts on a GPU that does not hold all experts have the bits of one that does."""
 
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from coldstream.assets import demo_model_path
 from coldstream.errors import DeviceError, ModelChangedError
 from coldstream.experts import copies
 from coldstream.experts.copies import DirectCopies
-from coldstream.experts.cpu_share import CpuShare
+from coldstream.experts.cpu_share import CpuShare, Share
 from coldstream.experts.prefetch import Prefetching
 from coldstream.experts.staging import least_ring
 from coldstream.gguf.reader import GGUFFile
@@ -32,10 +33,10 @@ from coldstream.models.read_spec import read_spec
 
 CONTEXT = 640
 LENGTHS = (65, 168, 300, 513)
-CPU_SHARES: dict[str, Callable[..., int]] = {
-    "none": lambda self, rows, experts, *rest: 0,
-    "some": lambda self, rows, experts, *rest: len(experts) // 3,
-    "all": lambda self, rows, experts, *rest: len(experts),
+CPU_SHARES: dict[str, Callable[..., Share]] = {
+    "none": lambda self, rows, experts, *rest: Share(0, 1.0, math.inf),
+    "some": lambda self, rows, experts, *rest: Share(len(experts) // 3, 1.0, math.inf),
+    "all": lambda self, rows, experts, *rest: Share(len(experts), 1.0, math.inf),
 }
 MIB = 2**20
 
