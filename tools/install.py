@@ -167,7 +167,7 @@ def announcement(folder: Path, extras: set[str], oldest: bool, compiles: bool) -
         f"Installing {what} into {folder}: downloads up to {size['download_bytes'] / 1e6:.0f} MB, "
         f"takes {size['disk_bytes'] / 1e6:.0f} MB of disk"
     )
-    return line + ("; compiling takes about a minute" if compiles else "")
+    return line + ("; compiling takes a few minutes" if compiles else "")
 
 
 def install_oldest(folder: Path, target: str) -> int:

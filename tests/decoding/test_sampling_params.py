@@ -134,6 +134,18 @@ def test_token_ids_become_plain_integers() -> None:
     assert hash(params) == hash(SamplingParams(stop_token_ids=[3, 4]))
 
 
+def test_numbers_of_numpy_become_plain_ones() -> None:
+    given: dict[str, Any] = {
+        "temperature": np.float32(0.5),
+        "max_tokens": np.int64(3),
+        "ignore_eos": np.True_,
+    }
+    params = SamplingParams(**given)
+    found = (params.temperature, params.max_tokens, params.ignore_eos)
+    assert [type(each) for each in found] == [float, int, bool]
+    assert params == SamplingParams(temperature=0.5, max_tokens=3, ignore_eos=True)
+
+
 @given(
     st.sampled_from([field.name for field in fields(SamplingParams)]),
     st.recursive(

@@ -140,3 +140,9 @@ async def test_a_custom_tool_is_shown_as_the_function_that_stands_for_it(
 async def test_what_cannot_be_offered_or_chosen_is_refused(thinking: AsyncOpenAI, changes: Any) -> None:
     with pytest.raises(sdk.BadRequestError, match="tool"):
         await thinking.chat.completions.create(**{**ASKED, **changes})
+
+
+async def test_a_choice_of_an_unknown_tool_is_refused_by_its_name(thinking: AsyncOpenAI) -> None:
+    choice = {"type": "function", "function": {"name": "elsewhere"}}
+    with pytest.raises(sdk.BadRequestError, match="function 'elsewhere' is not among tools"):
+        await thinking.chat.completions.create(**{**ASKED, "tool_choice": choice})

@@ -102,6 +102,18 @@ async def test_rq03_null_means_absent(http: httpx2.AsyncClient, name: str) -> No
         assert response.status_code == 200, response.text
 
 
+@pytest.mark.parametrize("stop", ["", [], ["", ""]])
+async def test_empty_stop_strings_stop_nothing(connect: Connect, stop: object) -> None:
+    async with connect() as http:
+        answers = [
+            await http.post("/v1/completions", json={**COMPLETION, "max_tokens": 4, "temperature": 0, **each})
+            for each in ({}, {"stop": stop}, {"stop": ["\0", ""]})
+        ]
+    texts = [each.json()["choices"][0]["text"] for each in answers]
+    assert texts[0]
+    assert texts == texts[:1] * 3
+
+
 async def test_rq03_n_has_the_servers_own_limit(connect: Connect) -> None:
     async with connect(max_n=2) as http:
         assert (await http.post("/v1/completions", json={**COMPLETION, "n": 2})).status_code == 200
@@ -121,9 +133,8 @@ async def test_rq03_n_has_the_servers_own_limit(connect: Connect) -> None:
         ("logit_bias", {"1": 101}),
         ("logit_bias", {str(i): 1 for i in range(1025)}),
         ("logit_bias", [[1, 1]]),
-        ("stop", ""),
         ("stop", ["a"] * 65),
-        ("stop", ["a", ""]),
+        ("stop", ["", 1]),
         ("stop", "a" * 1025),
         ("stop", [1]),
         ("stop_token_ids", [6144]),

@@ -4,7 +4,7 @@ Names and defaults are llama.cpp's where the idea is the same, the Python spelli
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any
 
@@ -85,6 +85,9 @@ class SamplingParams:
     repetition: RepetitionStop | None = None  # ends an answer that repeats itself
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            if isinstance(value := getattr(self, each.name), np.generic):
+                object.__setattr__(self, each.name, value.item())
         check_real("temperature", self.temperature, 0, 1e6)
         check_real("top_p", self.top_p, 0, 1)
         check_real("min_p", self.min_p, 0, 1)

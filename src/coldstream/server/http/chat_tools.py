@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
+from coldstream.errors import shown
 from coldstream.server.http.custom_tools import function_of_custom
 from coldstream.server.http.fields import Body, Name, Text
 from coldstream.server.http.problems import refused
@@ -172,5 +173,5 @@ def _checked(choice: NamedChoice, known: Collection[tuple[str, str]]) -> tuple[s
     key = choice.type, choice.name
     if key not in known:
         kind = "function" if choice.type == "function" else "custom tool"
-        raise refused(f"tool_choice: this {kind} is not among tools", "tool_choice")
+        raise refused(f"tool_choice: the {kind} {shown(choice.name)} is not among tools", "tool_choice")
     return key

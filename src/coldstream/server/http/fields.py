@@ -33,7 +33,18 @@ def _unless_unlimited(given: Any) -> Any:
     return None if type(given) is int and given == -1 else given
 
 
+def _without_empty(given: Any) -> Any:
+    """Clients of llama.cpp, which leaves empty stop strings out, send forms that nobody filled in."""
+    if isinstance(given, list):
+        return [each for each in given if each != ""]
+    return None if given == "" else given
+
+
 TokenLimit = Annotated[TokenCount | None, BeforeValidator(_unless_unlimited)]
+StopStrings = Annotated[
+    StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None,
+    BeforeValidator(_without_empty),
+]
 
 
 def _check_biases(given: Any) -> Any:
@@ -115,7 +126,7 @@ class SamplingFields(Body):
     repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = None
     repeat_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = None
     repeat_last_n: Annotated[int, Field(strict=True, ge=-1, le=MAX_TOKENS)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: StopStrings = None
     stop_token_ids: Annotated[list[Whole], Field(max_length=1024)] | None = None
     include_stop_str_in_output: Flag | None = None
     ignore_eos: Flag | None = None
