@@ -32,12 +32,13 @@ from bench.engine.gpu import FIRST_ID
 from bench.engine.gpu_hybrid import GREEDY
 from bench.family_models import FLASH_NEXT_SHAPE
 from bench.results import add_result_options, write_result
-from coldstream.engine import LLM, opened_model
+from coldstream.engine import LLM
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.cpu_ops import CpuOps
 from coldstream.models.read_spec import read_spec
 from coldstream.models.spec.layer_tensors import NGRAM_TABLE
 from coldstream.models.spec.model_spec import ModelSpec
+from coldstream.planning import draft_file
 
 PROMPT_TOKENS: Final = 8
 WITHOUT, CACHED, FROM_FILE = "without", "cached", "file"
@@ -59,7 +60,7 @@ def opened(variant: str, options: argparse.Namespace, vram: str | None) -> Itera
     with ExitStack() as stack:
         with ExitStack() as patches:
             if variant == WITHOUT:
-                read = patch.object(opened_model, "read_spec", lambda *of: without_ngrams(read_spec(*of)))
+                read = patch.object(draft_file, "read_spec", lambda *of: without_ngrams(read_spec(*of)))
                 patches.enter_context(read)
             if variant == FROM_FILE:
                 patches.enter_context(patch.object(CpuOps, "_ngram_cache_bytes", 0))

@@ -14,6 +14,7 @@ from builders import Dims, write_gguf
 from coldstream.assets import demo_model_path, verification_text
 from coldstream.engine import LLM, EngineConfig, verification
 from coldstream.engine.verification import AMOUNTS, Amount, Measured, Part, amount_for, difference, verify
+from coldstream.planning.draft_file import open_target
 from host_device import HostDevice
 from host_gpu import opened_on
 
@@ -131,7 +132,9 @@ def test_without_time_only_the_first_part_runs(tiny: EngineConfig) -> None:
 
 
 def test_a_deadline_ends_a_part_and_what_there_is_is_compared(tiny: EngineConfig) -> None:
-    (reference, *_) = verification.parts_of(replace(tiny), _spec(tiny))
+    target = open_target(Path(tiny.model), tiny)
+    with target.file:
+        (reference, *_) = verification.parts_of(target)
     with verification._Session(reference, None) as session:
         whole = session.measure(LITTLE, math.inf)
         part = session.measure(LITTLE, 0.0)
@@ -139,14 +142,6 @@ def test_a_deadline_ends_a_part_and_what_there_is_is_compared(tiny: EngineConfig
     assert part.nats == ()
     assert part.perplexity is None
     assert difference(whole, part) is None
-
-
-def _spec(config: EngineConfig) -> object:
-    from coldstream.gguf.reader import GGUFFile
-    from coldstream.models.read_spec import read_spec
-
-    with GGUFFile.open(Path(config.model)) as file:
-        return read_spec(file.metadata, file.tensors)
 
 
 @given(seconds=st.floats(1e-3, 1e5), prefill=st.floats(1, 1e5), decode=st.floats(0.1, 1e4))
