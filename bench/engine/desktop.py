@@ -42,6 +42,7 @@ from bench.results import commit, write_result
 from coldstream.planning.config import parse_size
 
 OURS, THEIRS = "coldstream", "llama.cpp"
+SETTINGS = [(6, 3), (6, 7), (8, 3), (8, 7)]  # cores, and other programs
 LINE_S = 120.0  # that a line takes at most
 PAIR_BYTES, NUM_PAIRS = 2**20, 5
 MOST_FILLED = 2**38  # more than such a machine has: memory that a container only sees
@@ -132,14 +133,14 @@ def timed_line(connection: Connection) -> Row:
 
 def our_lines(options: argparse.Namespace, lines: Lines, programs: Programs) -> None:
     """A process for each number of programs and of cores: it measures the rates of that machine first."""
-    for number, cores in settings(options):
+    for cores, number in options.settings:
         where = {"side": OURS, "cores": cores, "programs": number}
         wanted = tuple(gib for gib in options.experts if not lines.has(**where, experts_gib=gib))
         if not wanted or lines.is_over:
             continue
         budgets = {row["experts_gib"]: row["vram_bytes"] for row in lines.rows if row["side"] == OURS}
         programs.activate(number)
-        asked = Asked(options.model, wanted, budgets, options.work, options.device)
+        asked = Asked(options.model, wanted, budgets, options.work, options.runs, options.device)
         with lines.of_others(str(where)), side(ours, asked, options.cpus[:cores], {}) as connection:
             for _ in wanted:
                 lines.add(timed_line(connection) | where)
@@ -152,16 +153,22 @@ def their_lines(options: argparse.Namespace, lines: Lines, programs: Programs) -
     for gib, cpu_layers in zip(options.experts, options.cpu_layers, strict=True):
         keys = [
             {"side": THEIRS, "cores": cores, "programs": number, "experts_gib": gib}
-            for number, cores in settings(options)
+            for cores, number in options.settings
         ]
         wanted = [key for key in keys if not lines.has(**key)]
         if not wanted or lines.is_over:
             continue
         programs.activate(0)  # while it loads
         asked = PeerAsked(
-            options.model, options.llama, cpu_layers, options.work.prompts, options.generate, options.device
+            options.model,
+            options.llama,
+            cpu_layers,
+            options.work.prompts,
+            options.generate,
+            options.runs,
+            options.device,
         )
-        cpus = options.cpus[: max(options.cores)]
+        cpus = options.cpus[: most_cores(options)]
         with (
             lines.of_others(f"{THEIRS}, {gib:g} GiB"),
             side(theirs, asked, cpus, options.peer_environment) as connection,
@@ -176,9 +183,14 @@ def their_lines(options: argparse.Namespace, lines: Lines, programs: Programs) -
             connection.send(None)
 
 
-def settings(options: argparse.Namespace) -> list[tuple[int, int]]:
-    """Numbers of other programs and of cores."""
-    return [(number, cores) for cores in options.cores for number in options.programs]
+def most_cores(options: argparse.Namespace) -> int:
+    return max(cores for cores, _ in options.settings)
+
+
+def setting(text: str) -> tuple[int, int]:
+    """Cores, and other programs on the bus."""
+    cores, _, programs = text.partition(":")
+    return int(cores), int(programs)
 
 
 def pair_speed(cpus: Sequence[int]) -> float | None:
@@ -219,7 +231,8 @@ def other_memory(options: argparse.Namespace) -> Any:
 def run(options: argparse.Namespace) -> bool:
     """All lines; see the module docstring. Whether each that was begun is there."""
     until = time.monotonic() + options.seconds
-    others = options.cpus[max(options.cores) :] or options.cpus
+    others = options.cpus[most_cores(options) :] or options.cpus
+    numbers_of_programs = sorted({number for _, number in options.settings})
     about = {
         "command": command(options),
         "machine": describe(options.device),
@@ -227,9 +240,9 @@ def run(options: argparse.Namespace) -> bool:
         "pair_speed": pair_speed(options.cpus),
         "work": vars(options.work),
     }
-    with Programs.started(max(options.programs), others) as programs, other_memory(options):
+    with Programs.started(numbers_of_programs[-1], others) as programs, other_memory(options):
         about["bus_left_bytes_per_s"] = left = dict[str, float]()
-        for number in (0, *options.programs):
+        for number in (0, *numbers_of_programs):
             programs.activate(number)
             left[str(number)] = bytes_left()
             print(
@@ -246,9 +259,11 @@ def run(options: argparse.Namespace) -> bool:
 def command(options: argparse.Namespace) -> str:
     """The command that repeats the measurement."""
     words = ["python", "-m", "bench.engine.desktop", options.model.name]
-    for name in ("cores", "programs", "experts", "cpu_layers", "prompts"):
+    words += ["--settings", *(f"{cores}:{programs}" for cores, programs in options.settings)]
+    for name in ("experts", "cpu_layers", "prompts"):
         values = ",".join(f"{value:g}" for value in getattr(options, name))
         words += [f"--{name.replace('_', '-')}", values]
+    words += ["--runs", str(options.runs)]
     if options.llama:
         words += ["--llama", options.llama.name]
     if options.ram is not None:
@@ -264,11 +279,18 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--llama", type=Path, help="a folder of shared libraries, or one")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: without a bus")
-    parser.add_argument("--cores", type=numbers, default=[6, 8], help="the first CPUs, so many")
-    parser.add_argument("--programs", type=numbers, default=[3, 7], help="that copy beside each line")
+    parser.add_argument(
+        "--settings",
+        nargs="+",
+        type=setting,
+        default=SETTINGS,
+        metavar="CORES:PROGRAMS",
+        help="the first CPUs, so many, and programs that copy beside them",
+    )
     parser.add_argument("--experts", type=sizes, default=[0, 3, 10.67], help="GiB on the GPU")
     parser.add_argument("--cpu-layers", type=numbers, default=[40, 34, 16], help="of llama.cpp, for each")
     parser.add_argument("--prompts", type=numbers, default=[512, 2048], help="tokens")
+    parser.add_argument("--runs", type=int, default=3, help="of a prompt, of which the first does not count")
     parser.add_argument("--warm-tokens", type=int, default=320, help="of a text, before it is timed")
     parser.add_argument("--timed-tokens", type=int, default=64)
     parser.add_argument("--texts", type=int, default=2)

@@ -31,7 +31,6 @@ from coldstream.planning.machine import measured_hardware
 from coldstream.planning.planned import Planned
 
 LONG_S = 4.0  # a first run of a prompt that counts
-NUM_RUNS = 3  # of a shorter one, the first of which does not count
 WARM_WITHOUT_EXPERTS = 128  # tokens before a text is timed, where only shares move meanwhile
 LEAST_SHARE = 0.01  # of all experts, beside which a text's own bring nothing
 CHUNK_SIZE = 2048  # rows of a prompt's steps, at least: in the least memory they are 512
@@ -44,13 +43,14 @@ Row = dict[str, Any]
 @dataclass(frozen=True)
 class Asked:
     """The lines that one process of ours measures. budgets: of GPU memory, by GiB of experts, as known;
-    `auto` for all there is.
+    `auto` for all there is. runs: of a prompt, of which the first does not count.
     """
 
     path: Path
     experts_gib: tuple[float, ...]
     budgets: Mapping[float, int | str]
     work: Work
+    runs: int
     device: str = "cuda"
 
 
@@ -84,7 +84,8 @@ def _our_row(asked: Asked, planned: Planned) -> Row:
             runner = llm.opened.runner
             first_ids = count(FIRST_ID, TEXT_STEP)
             for length in work.prompts:
-                prompts[str(length)] = _of_prompt(length, partial(_next_prompt, runner, first_ids, length))
+                of_length = partial(_next_prompt, runner, first_ids, length)
+                prompts[str(length)] = _of_prompt(length, of_length, asked.runs)
             step = runner.spec.vocab_size // (work.texts + 1)
             texts = [decoded_tok_s(llm, FIRST_ID + step * text, work) for text in range(work.texts)]
             uses = runner.expert_uses
@@ -105,11 +106,11 @@ def _next_prompt(runner: Any, first_ids: Iterator[int], length: int) -> float:
     return prefill(runner, next(first_ids), length)
 
 
-def _of_prompt(length: int, run: Callable[[], float]) -> Row:
+def _of_prompt(length: int, run: Callable[[], float], num_runs: int) -> Row:
     """Tokens a second of a prompt, by several runs that each take so many seconds."""
     seconds = [run()]
     if seconds[0] < LONG_S:
-        seconds = [run() for _ in range(NUM_RUNS - 1)]
+        seconds = [run() for _ in range(num_runs - 1)]
     return _figure([length / each for each in seconds])
 
 
@@ -126,6 +127,7 @@ class PeerAsked:
     cpu_layers: int
     prompts: tuple[int, ...]
     generate: int
+    runs: int
     device: str = "cuda"
 
 
@@ -164,7 +166,7 @@ def _their_row(model: Model, asked: PeerAsked, cores: int, before: int | None) -
         decoded = gpu_peer.decode(context, asked.generate, NUM_DECODED)
     prompts, ways, used = dict[str, Any](), [True, False], 0
     for length in sorted(asked.prompts):
-        tried = {way: _their_prompt(model, threads, length, copies_weights=way) for way in ways}
+        tried = {way: _their_prompt(model, threads, length, asked.runs, copies_weights=way) for way in ways}
         best = max(tried, key=lambda way: tried[way]["tok_s"])
         used = max(used, *(found.pop("memory_used") for found in tried.values()))
         prompts[str(length)] = tried[best] | {
@@ -182,7 +184,7 @@ def _their_row(model: Model, asked: PeerAsked, cores: int, before: int | None) -
     }
 
 
-def _their_prompt(model: Model, threads: int, length: int, *, copies_weights: bool) -> Row:
+def _their_prompt(model: Model, threads: int, length: int, num_runs: int, *, copies_weights: bool) -> Row:
     with Context(
         model,
         num_tokens=length,
@@ -197,4 +199,4 @@ def _their_prompt(model: Model, threads: int, length: int, *, copies_weights: bo
             context.clear()
             return gpu_peer.extend(context, {gpu_peer.MAIN: length})
 
-        return _of_prompt(length, run) | {"memory_used": gpu_memory_used() or 0}
+        return _of_prompt(length, run, num_runs) | {"memory_used": gpu_memory_used() or 0}

@@ -19,8 +19,8 @@ from side_in_thread import MACHINE, side
 from small_shape import SMALL
 
 (LLAMA,) = Path(xllamacpp.__file__).parent.glob("*.abi3.so")
-WORDS = "--device cpu --cores 1 --programs 3,7 --experts 0,3 --cpu-layers 2,1 --prompts 20,33"
-MORE = "--warm-tokens 4 --timed-tokens 4 --texts 1 --generate 4 --commit c0ffee"
+WORDS = "--device cpu --settings 1:3 1:7 --experts 0,3 --cpu-layers 2,1 --prompts 20,33"
+MORE = "--warm-tokens 4 --timed-tokens 4 --texts 1 --generate 4 --runs 2 --commit c0ffee"
 
 
 class Bus:
@@ -69,7 +69,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str,
 def test_each_side_has_a_line_of_every_setting_and_none_twice(
     tmp_path: Path, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one_setting = ("--experts", "0", "--cpu-layers", "2", "--programs", "3")
+    one_setting = ("--experts", "0", "--cpu-layers", "2", "--settings", "1:3")
     first = run(tmp_path, monkeypatch, *one_setting, "--measure", desktop.THEIRS, "--commit", "0ther")
     assert [row["commit"] for row in first["rows"]] == ["0ther"]
     result = run(tmp_path, monkeypatch)
@@ -77,6 +77,8 @@ def test_each_side_has_a_line_of_every_setting_and_none_twice(
         tuple(row[name] for name in ("side", "cores", "programs", "experts_gib")) for row in result["rows"]
     ]
     assert len(keys) == len(set(keys)) == 2 * 2 * 2
+    assert {row["programs"] for row in result["rows"]} == {3, 7}
+    assert all(len(row["figures"]["20"]["samples"]) == 1 for row in result["rows"])
     assert result["rows"][:1] == first["rows"]
     assert {row["commit"] for row in result["rows"][1:]} == {"c0ffee"}
     for row in result["rows"]:
