@@ -1,6 +1,7 @@
 """Parts of the page by themselves, in a real browser: what a visit would show too late or too slowly."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from page_visits import CHROMIUM, MARKDOWN, WIDE, Author, browsing, serving, visiting
@@ -170,6 +171,32 @@ def test_an_answer_that_comes_behind_a_later_one_is_not_shown(page: Page) -> Non
         }"""
     )
     assert heard == ["ready"]
+
+
+@pytest.mark.parametrize(
+    ("memory", "free", "shown"),
+    [
+        ({"num_blocks": 4, "num_window_blocks": 0}, {"num_blocks": 1, "num_window_blocks": 0}, "75 %"),
+        (
+            {"num_blocks": 4, "num_window_blocks": 8},
+            {"num_blocks": 3, "num_window_blocks": 0},
+            "25 %, windows 100 %",
+        ),
+    ],
+)
+def test_the_cache_in_use_counts_blocks_of_windows(page: Page, memory: Any, free: Any, shown: str) -> None:
+    """They may be full where hardly any of the others is used."""
+    text = page.evaluate(
+        """async ([memory, free]) => {
+            const { Engine } = await import('/page/engine.js');
+            const engine = new Engine({ show() {} }, () => {}, () => {});
+            const statistics = { memory, free_memory: free, prefixes: { kept: 0 } };
+            engine.take({ state: 'ready', progress: {}, clock_s: 1, statistics });
+            return document.getElementById('blocks').textContent;
+        }""",
+        [memory, free],
+    )
+    assert text == shown
 
 
 def test_a_browser_that_keeps_nothing_shows_the_page(browser: Browser, local_client: LocalClient) -> None:

@@ -76,7 +76,7 @@ export class Engine {
     show("accepted", now.drafts ? (1 + now.accepted_tokens / now.drafts).toFixed(2) : "no drafts");
     show("reused", percent(now.reused_tokens, now.prompt_tokens));
     show("prefixes", `${now.prefixes.kept}`);
-    show("blocks", percent(now.memory.num_blocks - now.free_memory.num_blocks, now.memory.num_blocks));
+    show("blocks", cacheInUse(now.memory, now.free_memory));
   }
 }
 
@@ -91,6 +91,13 @@ function hitRate(now, since) {
   if (now.expert_hits === null) return "all";
   const recent = since("expert_hits") + since("expert_misses");
   return recent ? percent(since("expert_hits"), recent) : percent(now.expert_hits, now.expert_hits + now.expert_misses);
+}
+
+// Layers with windows may have blocks of their own, and either kind can be the one that an answer waits for.
+function cacheInUse(memory, free) {
+  const share = (blocks) => percent(memory[blocks] - free[blocks], memory[blocks]);
+  const windows = memory.num_window_blocks ? `, windows ${share("num_window_blocks")}` : "";
+  return `${share("num_blocks")}${windows}`;
 }
 
 function percent(part, whole) {
