@@ -20,7 +20,7 @@ import pytest
 
 from coldstream.cli.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupts, TerminatedError
 from coldstream.cli.serve import limits_of, parse_minutes, parse_parallel, prompt_cache
-from coldstream.errors import ConfigError
+from coldstream.errors import ConfigError, ModelFormatError, ModelNotFoundError
 from coldstream.server.messages import PromptCache
 
 Run = Callable[..., tuple[int, str, str]]
@@ -228,10 +228,22 @@ def test_pr08_wrong_settings_are_one_line_before_anything_is_loaded(
 
 
 @pytest.mark.sharded(of="processes")
-def test_a_model_that_does_not_open_ends_the_server_with_its_exit_code() -> None:
-    done = subprocess.run([*SERVE, "/nonexistent/model.gguf"], capture_output=True, text=True, check=False)
-    assert done.returncode == 66
-    assert done.stderr.splitlines()[-1].startswith("error: /nonexistent/model.gguf: no such file")
+def test_a_model_that_does_not_open_ends_the_server_with_its_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    command = [*SERVE, str(tmp_path / "model.gguf")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == ModelFormatError.exit_code
+    assert done.stderr.splitlines()[-1].startswith(f"error: {tmp_path}/model.gguf: ")
+
+
+def test_a_model_that_is_not_there_is_refused_before_anything_begins(run: Run, tmp_path: Path) -> None:
+    """Nothing is listened on for it, or said to be loaded: a port that is taken would be named."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for name in ("/nonexistent/model.gguf", str(tmp_path)):
+            code, out, error = run("serve", "--port", str(taken.getsockname()[1]), name)
+            assert (code, out) == (ModelNotFoundError.exit_code, "")
+            assert error.startswith(f"error: {name}: ")
+            assert error.count("\n") == 1
 
 
 @pytest.mark.sharded(of="processes")

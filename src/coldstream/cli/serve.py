@@ -206,6 +206,7 @@ def _serve(
     how: _How,
     options: Mapping[str, Any],
 ) -> int:
+    from coldstream.gguf.hub import check_name
     from coldstream.server.log import Log, LogHandler
     from coldstream.server.model_name import name_of
     from coldstream.server.serving import Service, serve
@@ -223,6 +224,7 @@ def _serve(
     if session.verbose:
         note("\n".join(f"{name}: {value}" for name, value in asdict(service.config).items()))
     interrupts = session.interrupts
+    check_name(path)  # before the log says that it is loaded
     with bind(settings.host, settings.port) as listener, Log(_STDERR, how.log_format) as log:
         logging.basicConfig(handlers=[LogHandler(log)], force=True)
         with ProgressLine() as line, interrupts.lent() if interrupts else nullcontext():

@@ -113,6 +113,19 @@ class Hub:
         return self.cache_dir or Path(constants.HF_HUB_CACHE)
 
 
+def check_name(name: str) -> Path | HubName:
+    """The file that `name` is the path of, or a name of the hub, which is not asked.
+
+    Raises `ModelNotFoundError` for what is neither, and for a folder without a single model.
+    """
+    if local := _local_model(name):
+        return local
+    hub_name = HubName.parse(name)
+    if hub_name is None or (hub_name.quant is None and hub_name.repo.lower().endswith(SUFFIX)):
+        raise ModelNotFoundError(f"{name}: no such file; a model of the hub is written org/repo[:QUANT]")
+    return hub_name
+
+
 def resolve_model(
     name: str, *, offline: bool = False, progress: Progress | None = None, hub: Hub | None = None
 ) -> Path:
@@ -121,11 +134,9 @@ def resolve_model(
     A folder must hold exactly one model. Raises `ModelNotFoundError` when there is no such model or several,
     also when `offline` and it isn't cached, and `DownloadError` when the hub can't be reached or refuses.
     """
-    if local := _local_model(name):
-        return local
-    hub_name = HubName.parse(name)
-    if hub_name is None or (hub_name.quant is None and hub_name.repo.lower().endswith(SUFFIX)):
-        raise ModelNotFoundError(f"{name}: no such file; a model of the hub is written org/repo[:QUANT]")
+    hub_name = check_name(name)
+    if isinstance(hub_name, Path):
+        return hub_name
     hub = hub or Hub()
     snapshot = RepoFolder(hub.folder(), hub_name.repo).snapshot()
     try:
