@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cli.md").read_text()
 SESSIONS = sessions(PAGE)
 FIRST_PAGE_SESSIONS = sessions((ROOT / "README.md").read_text())
+QUICK_VERBS = {"run", "show", "plan"}
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dic
             os.kill(int((folder / "serve.pid").read_text()), signal.SIGKILL)
 
 
+def is_quick(session: Session) -> bool:
+    """Whether it is one command without a shell's means, of a verb that measures and fetches nothing."""
+    program, *verb = session.command.split()[:2]
+    is_plain = program == "coldstream" and not re.search(r"[|&;<>$]", session.command)
+    return is_plain and not session.is_chat and QUICK_VERBS.issuperset(verb)
+
+
 @pytest.mark.sharded(of="processes")
 def test_every_session_prints_what_the_page_says(
     folder: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch
@@ -62,6 +71,27 @@ def test_every_session_prints_what_the_page_says(
     for session in [*SESSIONS, *FIRST_PAGE_SESSIONS]:
         printed = play(session, environment, path)
         assert masked(printed) == masked(session.expected), session.command
+
+
+def test_sessions_of_one_quick_command_print_what_the_pages_say(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With each commit, unlike the test of all sessions: a line of output that changes is seen at once.
+
+    In this process, on the CPU.
+    """
+    (tmp_path / "demo.gguf").symlink_to(demo_model_path())
+    monkeypatch.chdir(tmp_path)
+    quick = [session for session in [*SESSIONS, *FIRST_PAGE_SESSIONS] if is_quick(session)]
+    with open(os.devnull) as nothing:
+        monkeypatch.setattr("sys.stdin", nothing)
+        for session in quick:
+            _, *arguments = shlex.split(session.command)
+            on_cpu = ("--device", "cpu") if arguments[:1] == ["run"] else ()
+            code, out, error = run(*arguments, *on_cpu)
+            assert code == 0, error
+            assert masked(out + error) == masked(session.expected), session.command
+    assert {verb for session in quick for verb in session.command.split()[1:2]} == QUICK_VERBS
 
 
 def test_the_page_has_a_session_of_every_verb() -> None:
