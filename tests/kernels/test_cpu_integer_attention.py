@@ -64,6 +64,19 @@ def test_head_groups(runtimes: Runtimes, name: str, groups: tuple[int, int], cou
     check(runtimes, make_case((0, 60, count), cache_name=name, **heads))
 
 
+# Sizes with 64 channels, 32 and 16 behind whole vectors of channels.
+KEYS = [*((name, size) for name in ("i16", "i8") for size in (48, 80, 128, 272)), ("i4", 96), ("i3", 288)]
+
+
+@pytest.mark.sharded(3)
+@all_pairs(kind=KEYS, num_heads=[1, 2, 3, 4, 7])
+def test_few_queries_of_a_head(runtimes: Runtimes, kind: tuple[str, int], num_heads: int) -> None:
+    """With AVX-512 they meet keys in the layout of the cache."""
+    name, size = kind
+    heads = {"num_heads": num_heads, "num_kv_heads": 1}
+    check(runtimes, make_case((0, 85, 1), cache_name=name, head_dim=size, **heads))
+
+
 @pytest.mark.sharded
 @all_pairs(name=INTEGER_TYPES, first=[0, 1, 62, 63, 64, 254, 255, 256, 257, 520], count=[1, 2, 9])
 def test_block_and_chunk_edges(runtimes: Runtimes, name: str, first: int, count: int) -> None:

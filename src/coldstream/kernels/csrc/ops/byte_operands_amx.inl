@@ -102,6 +102,7 @@ static void multiply_tiles(const TileProduct& p, int64_t num_columns, const Fini
 // [planes, key_rows, attention_block] words and values [planes, attention_block / 4, size].
 template <int planes>
 struct TileOperands {
+  static constexpr bool has_key_rows = false;
   static constexpr int64_t query_scale(int64_t size) { return size / 2; }
 
   static float round(const float* x, int64_t n, int32_t* out) {

@@ -11,6 +11,8 @@ static inline Ints16 add_byte_products(Ints16 bytes, Ints16 factors, Ints16 sum)
   return sum;
 }
 
+#include "ops/row_operands_avx512.inl"
+
 // Sums of one tile, R rows and V vectors of columns; see multiply_integers. The low plane of `a` lies a_low
 // ints behind its high one, that of `b` b_low rows; row r's correction is a[r, correction].
 struct ByteProduct {
@@ -65,6 +67,7 @@ static inline void multiply_byte_rows(const ByteProduct& p, int64_t row, int64_t
 // What PairOperands<2> is for pairs: a row of n numbers is the high bytes, the low bytes and the correction;
 // keys are [2, size / 4, attention_block] and values [2, attention_block / 4, size].
 struct ByteOperands {
+  static constexpr bool has_key_rows = true;
   static constexpr int64_t query_scale(int64_t size) { return size / 2 + 1; }
 
   static float round(const float* x, int64_t n, int32_t* out) {
@@ -88,6 +91,15 @@ struct ByteOperands {
     multiply(
         {queries, integer_query_ints(size), words, 2 * words, keys, attention_block, words, num_rows, words},
         num_columns, finish);
+  }
+
+  template <typename Finish>
+  static void multiply_key_rows(const int32_t* queries, RowView keys, int64_t n, int64_t num_rows,
+                                int64_t size, const Finish& finish) {
+    multiply_keys_in_rows<2>(queries, keys, n, num_rows, size, [&](int64_t row, int64_t column, Ints16 sums) {
+      const int32_t correction = queries[row * integer_query_ints(size) + size / 2];
+      finish(row, column, ints_to_floats(sub_ints(sums, splat_ints(correction))));
+    });
   }
 
   template <typename Finish>

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "ops/float_kernels.h"
+#include "quant/transpose_avx512.h"
 
 namespace coldstream {
 
@@ -22,7 +23,7 @@ constexpr int tile_rows = 8, tile_vectors = 2, delta_vectors = 2, delta_chains =
 #include "ops/byte_operands_avx512.inl"
 
 // For attention over integers.
-using OnePlane = PairOperands<1>;
+using OnePlane = WordOperands;
 using TwoPlanes = ByteOperands;
 
 }  // namespace

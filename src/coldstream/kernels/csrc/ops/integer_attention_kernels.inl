@@ -224,6 +224,8 @@ template <int planes>
 struct PairOperands {
   static constexpr int64_t query_scale(int64_t size) { return size; }
 
+  static constexpr bool has_key_rows = false;  // whether few queries meet keys in the layout of the cache
+
   static float round(const float* x, int64_t n, int32_t* out) { return round_operands<planes>(x, n, out); }
 
   static void pack_keys(const int8_t* keys, int64_t stride, int64_t n, int64_t size, int32_t* packed) {
@@ -249,6 +251,9 @@ struct PairOperands {
   }
 };
 
+// Whether so many queries meet keys as the cache has them: sums across lanes then take less than transposing.
+static inline bool takes_key_rows(int64_t num_rows, int64_t size) { return 16 * num_rows < size; }
+
 template <int bits, typename Operands>
 static void attend_integers(const AttentionChunk& chunk) {
   constexpr int planes = bits == 16 ? 2 : 1;
@@ -265,9 +270,12 @@ static void attend_integers(const AttentionChunk& chunk) {
   int32_t* values = keys + attention_block * size;
   int32_t* weights = values + attention_block * size;
   auto* unpacked = reinterpret_cast<int8_t*>(weights + attention_block * num_rows_all);
+  const bool by_rows = Operands::has_key_rows && takes_key_rows(num_rows_all, size);
+  RowView of_keys = {};
   const auto pack = [&](int64_t offset, int64_t n) {
-    const auto of_keys = plane_rows<bits>(chunk, chunk.keys, offset, n, unpacked);
-    Operands::pack_keys(of_keys.first, of_keys.stride, n, size, keys);
+    of_keys =
+        plane_rows<bits>(chunk, chunk.keys, offset, n, by_rows ? reinterpret_cast<int8_t*>(keys) : unpacked);
+    if (!by_rows) Operands::pack_keys(of_keys.first, of_keys.stride, n, size, keys);
     load_scales<planes>(of_keys.first, of_keys.stride, n, size, key_scales);
     const auto of_values = plane_rows<bits>(chunk, chunk.values, offset, n, unpacked);
     Operands::pack_values(of_values.first, of_values.stride, n, size, values);
@@ -276,13 +284,16 @@ static void attend_integers(const AttentionChunk& chunk) {
   walk_blocks<int8_t>(chunk, pack, [&](int64_t head, int64_t first_row, int64_t num_rows, SeenPart seen) {
     const int64_t n = seen.end;
     const int32_t* q = queries + head * chunk.q_stride + first_row * query_ints;
-    Operands::multiply_keys(q, keys, num_rows, head_floats(n), size,
-                            [&](int64_t r, int64_t column, Vec16 products) {
-                              float scale;
-                              memcpy(&scale, q + r * query_ints + Operands::query_scale(size), sizeof(scale));
-                              store16(scores + r * attention_block + column,
-                                      mul16(mul16(products, splat16(scale)), load16(key_scales + column)));
-                            });
+    const auto score = [&](int64_t r, int64_t column, Vec16 products) {
+      float scale;
+      memcpy(&scale, q + r * query_ints + Operands::query_scale(size), sizeof(scale));
+      store16(scores + r * attention_block + column,
+              mul16(mul16(products, splat16(scale)), load16(key_scales + column)));
+    };
+    if constexpr (Operands::has_key_rows) {
+      if (by_rows) Operands::multiply_key_rows(q, of_keys, n, num_rows, size, score);
+    }
+    if (!by_rows) Operands::multiply_keys(q, keys, num_rows, head_floats(n), size, score);
     float* rows = chunk.rows + head * chunk.rows_stride + first_row * row_floats;
     for (int64_t r = 0; r < num_rows; r++) {
       float *row = rows + r * row_floats + size, *row_scores = scores + r * attention_block;
