@@ -61,7 +61,7 @@ BAD: Final[Sequence[tuple[str, bytes, int]]] = (
     ("/v1/chat/completions", b"{", 400),
     ("/v1/chat/completions", b'{"messages": []}', 400),
     ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', 400),
-    ("/v1/completions", b'{"prompt": "a", "max_tokens": -1}', 400),
+    ("/v1/completions", b'{"prompt": "a", "max_tokens": -2}', 400),
     ("/v1/completions", json.dumps({"prompt": "a " * 9000}).encode(), 400),
     ("/v1/completions", b'{"prompt": "a", "model": "../other"}', 404),
     ("/v1/embeddings", b'{"input": "a"}', 404),

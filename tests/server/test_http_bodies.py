@@ -8,6 +8,7 @@ import pytest
 
 from coldstream.engine import LLM, SamplingParams
 from http_serving import Connect
+from tests.audits.soak import BAD
 
 JSON = {"Content-Type": "application/json"}
 COMPLETION = {"prompt": "import os\n", "max_tokens": 1}
@@ -319,3 +320,13 @@ async def test_unknown_fields_are_ignored(http: httpx2.AsyncClient) -> None:
 async def test_gr01_schemas_that_cannot_be_kept_to_are_refused(http: httpx2.AsyncClient, schema: Any) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
     await refused(http, "/v1/chat/completions", {**CHAT, "response_format": form})
+
+
+@pytest.mark.parametrize(("path", "body", "status"), BAD)
+async def test_bodies_that_the_soak_takes_for_bad_are_refused(
+    http: httpx2.AsyncClient, path: str, body: bytes, status: int
+) -> None:
+    """With each commit, as the soak itself is long: what is allowed later would fail it unseen."""
+    answer = await http.post(path, content=body, headers=JSON)
+    assert answer.status_code == status
+    assert "error" in answer.json()
