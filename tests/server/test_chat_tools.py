@@ -142,6 +142,29 @@ async def test_what_cannot_be_offered_or_chosen_is_refused(thinking: AsyncOpenAI
         await thinking.chat.completions.create(**{**ASKED, **changes})
 
 
+@pytest.mark.parametrize(
+    ("tool", "message"),
+    [
+        (
+            {"type": "web_search"},
+            r"tools\[0\]: tools of type 'web_search' are not offered here: leave it out",
+        ),
+        (
+            {"type": "function", "name": "turn", "parameters": {}},
+            r"tools\[0\]: .* belong into an object function",
+        ),
+        ({"type": "x" * 999}, r"tools of type 'x{9,99}\.\.\.x+'"),
+    ],
+    ids=["of a server", "of responses", "long"],
+)
+async def test_a_tool_in_another_form_is_refused_by_a_sentence(
+    thinking: AsyncOpenAI, tool: Any, message: str
+) -> None:
+    with pytest.raises(sdk.BadRequestError, match=message) as refused:
+        await thinking.chat.completions.create(**{**ASKED, "tools": [tool]})
+    assert "Field required" not in str(refused.value)
+
+
 async def test_a_choice_of_an_unknown_tool_is_refused_by_its_name(thinking: AsyncOpenAI) -> None:
     choice = {"type": "function", "function": {"name": "elsewhere"}}
     with pytest.raises(sdk.BadRequestError, match="function 'elsewhere' is not among tools"):

@@ -258,6 +258,16 @@ async def test_what_cannot_be_served_is_refused_in_anthropics_shape(
     assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
 
 
+@pytest.mark.parametrize("kind", ["web_search_20250305", "bash_20250124", "mcp_toolset", "function"])
+async def test_a_tool_without_a_schema_is_refused_by_a_sentence(claude: AsyncAnthropic, kind: str) -> None:
+    """Anthropic's models know these by their type alone, and some run on its servers."""
+    tools: Any = [*TOOLS, {"type": kind, "name": "any"}]
+    said = rf"tools\[{len(TOOLS)}\]: tools of type '{kind}' are not offered here: leave it out"
+    with pytest.raises(sdk.BadRequestError, match=said) as refused:
+        await claude.messages.create(**{**GREEDY, "tools": tools})
+    assert "input_schema: Field required" not in str(refused.value)
+
+
 async def test_errors_are_the_official_clients_own(claude: AsyncAnthropic, connect: Connect) -> None:
     with pytest.raises(sdk.NotFoundError):
         await claude.messages.create(**{**GREEDY, "model": "claude-opus"})

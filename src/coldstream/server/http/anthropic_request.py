@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
+from coldstream.errors import shown
 from coldstream.server.http.bodies import validated
 from coldstream.server.http.chat_request import MAX_MESSAGES, MAX_PARTS, ChatRequest
 from coldstream.server.http.chat_tools import MAX_TOOLS
@@ -85,6 +87,17 @@ class AnthropicTool(Body):
     name: Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
     description: Text | None = None
     input_schema: dict[str, Any]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_described(cls, given: Any) -> Any:
+        kind = given.get("type") if isinstance(given, dict) else None
+        if isinstance(kind, str) and kind != "custom":
+            message = (
+                "tools of type {kind} are not offered here: leave it out, or describe it by an input_schema"
+            )
+            raise PydanticCustomError("tool_type", message, {"kind": shown(kind)})
+        return given
 
 
 class ToolChoice(Body):

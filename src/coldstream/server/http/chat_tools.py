@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from coldstream.errors import shown
 from coldstream.server.http.custom_tools import function_of_custom
@@ -39,6 +40,19 @@ class Tool(Body):
 
     type: Literal["function"]
     function: FunctionDefinition
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_offered(cls, given: Any) -> Any:
+        """Where something else is meant, the complaint says so and not which fields it lacks."""
+        kind = _type_of(given)
+        if isinstance(kind, str) and kind != "function":
+            message = "tools of type {kind} are not offered here: leave it out, or describe a function"
+            raise PydanticCustomError("tool_type", message, {"kind": shown(kind)})
+        if isinstance(given, Mapping) and "name" in given and "function" not in given:
+            message = "name, description and parameters belong into an object function, beside the type"
+            raise PydanticCustomError("tool_fields", message)
+        return given
 
 
 class InputGrammar(Body):
