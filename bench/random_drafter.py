@@ -72,6 +72,8 @@ def metadata(spec: DflashSpec, architecture: str = "dflash") -> dict[str, Any]:
         values["rope.scaling.type"] = "yarn"
         values["rope.scaling.factor"] = spec.rope.yarn.factor
         values["rope.scaling.original_context_length"] = spec.rope.yarn.original_context
+        if not spec.rope.yarn.truncate:
+            values["rope.scaling.yarn_truncate"] = False  # a key of ours
     if is_mainline:
         values["target_layers"] = [layer + 1 for layer in spec.aux_layers]
     else:
@@ -108,10 +110,12 @@ def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def random_tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Norms near 1 as float32; other values as the bits of bfloat16, of deviation 1/√inputs."""
+    """Norms near 1 and biases as float32; other values as the bits of bfloat16, of deviation 1/√inputs."""
     values = rng.standard_normal(shape, dtype=np.float32)
     if name.endswith("norm.weight"):
         return 1 + values / 10
+    if name.endswith(".bias"):
+        return values / 2
     values *= shape[-1] ** -0.5
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 

@@ -50,6 +50,11 @@ TINY: dict[str, Any] = {
     "dflash_config": {"target_layer_ids": [1, 3, 6], "mask_token_id": 49},
 }
 YARN = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096}
+# As gpt-oss has it, and its drafters: the first and the last dimension that are blended are no whole numbers.
+GPT_OSS_YARN = {
+    "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
+    "beta_slow": 1.0, "truncate": False,
+}  # fmt: skip
 MIXED = {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     "use_sliding_window": True,
@@ -83,6 +88,10 @@ LAGUNA: dict[str, Any] = config(
     },
 )  # fmt: skip
 del LAGUNA["use_sliding_window"]
+# As those of gpt-oss are published, with other sizes.
+GPT_OSS: dict[str, Any] = config(
+    attention_bias=True, rms_norm_eps=1e-5, rope_theta=150000, rope_scaling=GPT_OSS_YARN
+)
 # What drafters do differently; each is compared with other programs.
 CASES: dict[str, dict[str, Any]] = {
     "full": config(),
@@ -94,6 +103,8 @@ CASES: dict[str, dict[str, Any]] = {
     "second, full": config(True, is_causal=False),
     # A window that is shorter than a block ends on both sides; in llama.cpp only on the left.
     "second, narrow": config(True, **ALL_SLIDING | {"sliding_window": 4}, is_causal=False),
+    "gpt-oss": GPT_OSS,
+    "second, biases": config(True, is_causal=False, attention_bias=True),
 }
 
 
@@ -156,13 +167,15 @@ REVISIONS: dict[str, dict[str, Any]] = {
 
 
 def for_target(kind: str, dims: Dims, target_layer_ids: tuple[int, ...] = (0, 1)) -> dict[str, Any]:
-    """A drafter of the "first", "second" or "Laguna" kind for a model of these sizes."""
+    """A drafter of the "first", "second", "Laguna" or "gpt-oss" kind for a model of these sizes."""
     sizes: dict[str, Any] = {"hidden_size": dims.hidden, "vocab_size": dims.vocab}
     section = {"target_layer_ids": list(target_layer_ids), "mask_token_id": dims.vocab - 1}
     section["num_target_layers"] = dims.layers
     if kind == "Laguna":
         section["block_size"] = 8
         return LAGUNA | sizes | {"draft_vocab_size": dims.vocab, "dflash_config": section}
+    if kind == "gpt-oss":
+        return GPT_OSS | sizes | {"num_target_layers": dims.layers, "dflash_config": section}
     values = config(**MIXED, **sizes, num_target_layers=dims.layers) | {"dflash_config": section}
     if kind == "second":
         values["dflash_config"] |= SECOND
@@ -182,7 +195,7 @@ def random_tensors(spec: DflashSpec, seed: int = 0) -> dict[str, np.ndarray]:
         values = rng.normal(0, 1, shape)
         if name.endswith("norm.weight"):
             values = 1 + values / 10
-        elif name.endswith("_base"):
+        elif name.endswith(("_base", ".bias")):
             values /= 2
         elif "predecessor" not in name and "successor" not in name:
             values *= shape[-1] ** -0.5

@@ -66,6 +66,10 @@ class LayerWeights:
     ffn_up: torch.Tensor
     ffn_down: torch.Tensor
     attn_gate: torch.Tensor | None
+    q_bias: torch.Tensor | None
+    k_bias: torch.Tensor | None
+    v_bias: torch.Tensor | None
+    output_bias: torch.Tensor | None
     attn_conv: Convolution | None
     ffn_conv: Convolution | None
 
@@ -145,8 +149,9 @@ class DflashModel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [n, num_kv_heads, head_dim] of rows [n, E]."""
         shape = (len(x), self.spec.num_kv_heads, self.spec.head_dim)
-        keys = self.norm(functional.linear(x, weights.attn_k).view(shape), weights.attn_k_norm)
-        return reference.rotate(keys, rotations), functional.linear(x, weights.attn_v).view(shape)
+        keys = functional.linear(x, weights.attn_k, weights.k_bias).view(shape)
+        values = functional.linear(x, weights.attn_v, weights.v_bias).view(shape)
+        return reference.rotate(self.norm(keys, weights.attn_k_norm), rotations), values
 
 
 class LayerRows:
@@ -241,7 +246,8 @@ class DflashSequence(CommittedRows[LayerRows]):
         if conv is not None:
             dynamic = conv.dynamic(x)
             x = conv.apply(x, dynamic, 0)
-        queries = functional.linear(x, weights.attn_q).view(count, spec.num_heads, spec.head_dim)
+        queries = functional.linear(x, weights.attn_q, weights.q_bias)
+        queries = queries.view(count, spec.num_heads, spec.head_dim)
         queries = reference.rotate(model.norm(queries, weights.attn_q_norm), block.rotations)
         keys, values = model.keys_values(x, weights, block.rotations)
         keys, values = torch.cat((rows.keys, keys)), torch.cat((rows.values, values))
@@ -249,7 +255,7 @@ class DflashSequence(CommittedRows[LayerRows]):
         mixed = reference.attend(queries, keys, values, block.mask(weights.layer, positions))
         if weights.attn_gate is not None:
             mixed = reference.gated(mixed, functional.linear(x, weights.attn_gate))
-        result = functional.linear(mixed, weights.attn_output)
+        result = functional.linear(mixed, weights.attn_output, weights.output_bias)
         return result if conv is None or dynamic is None else conv.apply(result, dynamic, 1)
 
     def _feed_forward(self, x: torch.Tensor, weights: LayerWeights) -> torch.Tensor:
@@ -290,6 +296,7 @@ def _layer_weights(layer: DflashLayer, tensors: dict[str, torch.Tensor], prefix:
         layer=layer,
         **plain,
         attn_gate=tensors.get(f"{prefix}attn_gate.weight"),
+        **{f"{name}_bias": tensors.get(f"{prefix}attn_{name}.bias") for name in ("q", "k", "v", "output")},
         attn_conv=conv("attn_conv"),
         ffn_conv=conv("ffn_conv"),
     )

@@ -93,7 +93,8 @@ def test_a_drafter_with_aux_layers_observes_the_features_of_every_committed_toke
 
 @pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize(
-    ("target", "kind"), [("qwen35moe", "first"), ("qwen35moe", "second"), ("laguna", "Laguna")]
+    ("target", "kind"),
+    [("qwen35moe", "first"), ("qwen35moe", "second"), ("laguna", "Laguna"), ("gpt-oss", "gpt-oss")],
 )
 def test_answers_are_those_of_the_plain_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, kind: str

@@ -57,7 +57,8 @@ def random_drafter(folder: Path, kind: str) -> DflashFile:
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("share", [None, 0.5])
 @pytest.mark.parametrize(
-    ("target", "kind"), [("qwen35moe", "first"), ("qwen35moe", "second"), ("laguna", "Laguna")]
+    ("target", "kind"),
+    [("qwen35moe", "first"), ("qwen35moe", "second"), ("laguna", "Laguna"), ("gpt-oss", "gpt-oss")],
 )
 def test_drafts_on_the_host(tmp_path: Path, share: float | None, target: str, kind: str) -> None:
     params = SamplingParams(seed=3, max_tokens=8, ignore_eos=True)

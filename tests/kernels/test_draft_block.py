@@ -11,11 +11,14 @@ import torch
 from cuda_row_cases import check_compiles, for_each_architecture
 from guarded import Guarded
 
+from coldstream.kernels.cuda.compiler import compile_instance
 from coldstream.kernels.draft_block import HEAD_SIZES, reference
 from coldstream.kernels.draft_block.cuda import (
     ATTENTION,
     CONTEXT_TYPE,
     MAX_COMMITTED_LAYERS,
+    PLACE,
+    PLACE_COMMITTED,
     ROWS,
     CommittedRowsOfLayer,
     DraftRows,
@@ -78,6 +81,16 @@ def test_kernels_compile(program: object, arch: str) -> None:
     check_compiles(program, arch)
 
 
+@pytest.mark.sharded(of="compiled kernels")
+@for_each_architecture
+@pytest.mark.parametrize("template", [PLACE, PLACE_COMMITTED])
+def test_kernels_of_rows_with_biases_compile(template: str, arch: str) -> None:
+    """They are compiled for drafters that have biases, and not with the others."""
+    instance = template.format("true")
+    assert instance not in ROWS.instances
+    assert compile_instance(ROWS.source, instance, arch).cubin.startswith(b"\x7fELF")
+
+
 @pytest.mark.parametrize(
     ("rows", "cols", "kernel", "group"), [(1, 64, 2, 16), (8, 2048, 2, 16), (5, 300, 3, 4)]
 )
@@ -119,6 +132,10 @@ class Case:
         counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         return [random(seed + i, rows, count, self.dim) for i, count in enumerate(counts)]
 
+    def biases(self, seed: int) -> list[torch.Tensor]:
+        """Of queries, keys and values, [heads, dim]."""
+        return [each[0] for each in self.products(seed, 1)]
+
     def mask(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         ahead = keys[None] - queries[:, None]
         seen = torch.ones_like(ahead, dtype=torch.bool)
@@ -153,10 +170,12 @@ PLACED = [
 ]
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("case", PLACED)
-def test_rows_of_the_block_are_placed(case: Case, device: str) -> None:
+def test_rows_of_the_block_are_placed(case: Case, has_bias: bool, device: str) -> None:
     shape = case.shape(device)
     queries, keys, values = case.products(6, case.rows)
+    biases = case.biases(30) if has_bias else None
     both = (weights(7, case.dim), weights(8, case.dim))
     placed = floats(case.rows, shape.query_dim, device=device)
     placed.tensor.copy_(queries.flatten(1))
@@ -169,7 +188,10 @@ def test_rows_of_the_block_are_placed(case: Case, device: str) -> None:
         shape,
         (both[0].to(device), both[1].to(device)),
         length,
+        None if biases is None else tuple(each.flatten().to(device) for each in biases),  # type: ignore[arg-type]
     )
+    if biases is not None:
+        queries, keys, values = queries + biases[0], keys + biases[1], values + biases[2]
     rotations = case.rotations(torch.arange(case.length, case.length + case.rows))
     found_keys, found_values = kv.checked().view(case.rows, 2, case.num_kv_heads, case.dim).unbind(1)
     for found, given, weight in ((placed.checked(), queries, both[0]), (found_keys, keys, both[1])):
@@ -178,9 +200,12 @@ def test_rows_of_the_block_are_placed(case: Case, device: str) -> None:
     assert torch.equal(found_values, values.to(BF16))
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("count", [None, 0, 2])
 @pytest.mark.parametrize("case", PLACED)
-def test_committed_rows_are_placed_in_every_layer(case: Case, count: int | None, device: str) -> None:
+def test_committed_rows_are_placed_in_every_layer(
+    case: Case, count: int | None, has_bias: bool, device: str
+) -> None:
     """Only so many of them, and of more than fit the last ones."""
     layers, rows, shape = 2, case.rows + 6, case.shape(device)
     given = [(*case.products(20 + layer, rows)[1:], weights(10 + layer, case.dim)) for layer in range(layers)]
@@ -188,14 +213,22 @@ def test_committed_rows_are_placed_in_every_layer(case: Case, count: int | None,
     places: list[torch.Tensor | int | None] = [first, None]
     if count is not None:
         places = [torch.tensor([each], dtype=torch.int32, device=device) for each in (first, count)]
+    biases = [case.biases(40 + layer)[1:] if has_bias else None for layer in range(layers)]
     committed = [
-        CommittedRowsOfLayer(keys.flatten(1).to(device), values.flatten(1).to(device), weight.to(device))
-        for keys, values, weight in given
+        CommittedRowsOfLayer(
+            keys.flatten(1).to(device),
+            values.flatten(1).to(device),
+            weight.to(device),
+            None if bias is None else tuple(each.flatten().to(device) for each in bias),  # type: ignore[arg-type]
+        )
+        for (keys, values, weight), bias in zip(given, biases, strict=True)
     ]
     place_committed_rows_cuda(committed, shape, contexts.table, *places)  # type: ignore[arg-type]
     there = rows if count is None else count
     kept = range(max(0, there - case.capacity), there)
     for layer, (keys, values, weight) in enumerate(given):
+        if (bias := biases[layer]) is not None:
+            keys, values = keys + bias[0], values + bias[1]
         rotations = case.rotations(torch.arange(first, first + rows))
         placed = reference.rotate(reference.norm(keys, weight, EPS), rotations)
         found_keys, found_values = contexts.keys[layer].checked(), contexts.values[layer].checked()
@@ -344,6 +377,14 @@ def test_shapes_that_disagree_are_refused() -> None:
         place_committed_rows_cuda([CommittedRowsOfLayer(x, random(1, 3, 63), one)], shape, table, 0)
     with pytest.raises(ValueError, match="heads of 32"):
         place_committed_rows_cuda([CommittedRowsOfLayer(x, x, torch.ones(31))], shape, table, 0)
+    wide, narrow = torch.ones(128), torch.ones(63)
+    with pytest.raises(ValueError, match=r"biases \(128,\), \(64,\), \(63,\) of rows of 128, 64, 64"):
+        place_draft_rows_cuda(rows, x, x, shape, (one, one), length, (wide, wide[:64], narrow))
+    with pytest.raises(ValueError, match="of rows of 64, 64"):
+        place_committed_rows_cuda([CommittedRowsOfLayer(x, x, one, (narrow, narrow))], shape, table, 0)
+    some = [CommittedRowsOfLayer(x, x, one), CommittedRowsOfLayer(x, x, one, (wide[:64], wide[:64]))]
+    with pytest.raises(ValueError, match="others have none"):
+        place_committed_rows_cuda(some, shape, table, 0)
     layers = [CommittedRowsOfLayer(x, x, one)] * (MAX_COMMITTED_LAYERS + 1)
     with pytest.raises(ValueError, match="contexts"):
         place_committed_rows_cuda(layers, shape, torch.zeros(1024, dtype=torch.uint8), 0)

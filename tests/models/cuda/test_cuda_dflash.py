@@ -38,6 +38,7 @@ from device_arrays import array_of
 from dflash_cases import (
     ALL_SLIDING,
     ANCHOR,
+    GPT_OSS_YARN,
     LAGUNA,
     MIXED,
     SECOND,
@@ -85,6 +86,8 @@ CASES = {
     "second, narrow": tiny_config(True, **ALL_SLIDING | {"sliding_window": 4}, is_causal=False),
     "second, full": tiny_config(True, is_causal=False),
     "Laguna": laguna_config(),
+    "gpt-oss": tiny_config(attention_bias=True, rope_theta=150000.0, rope_scaling=GPT_OSS_YARN),
+    "second, biases": tiny_config(True, is_causal=False, attention_bias=True),
 }
 
 

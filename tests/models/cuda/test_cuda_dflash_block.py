@@ -34,7 +34,8 @@ Step = Callable[[DflashBlock], None]
 
 
 @pytest.fixture(
-    params=[(name, quant) for name in ("mixed, yarn", "second", "Laguna") for quant in QUANTS], ids=str
+    params=[(name, quant) for name in ("mixed, yarn", "second", "Laguna", "gpt-oss") for quant in QUANTS],
+    ids=str,
 )
 def drafter(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DflashFile]:
     name, quant = request.param
@@ -93,3 +94,5 @@ def test_all_kernels_are_known(drafter: DflashFile, monkeypatch: pytest.MonkeyPa
     names = " ".join(instance for _, instance in known)
     for part in ("linear_one", "add_rms_norm_rows", "attend_draft<32, 8>", "place_committed_rows"):
         assert part in names
+    for part in ("place_draft_rows<true>", "place_committed_rows<true>"):
+        assert (part in names) == drafter.spec.has_attention_bias

@@ -3,7 +3,7 @@
 The package pins versions of others that exclude ours, so it can't be a requirement of the tests:
 
     python -m pip install --no-deps --target /tmp/dflash dflash==0.1.0
-    PYTHONPATH=/tmp/dflash:tests python tests/models/dflash/record_dflash.py
+    PYTHONPATH=/tmp/dflash:.:tests python tests/models/dflash/record_dflash.py
 """
 
 from pathlib import Path

@@ -30,7 +30,7 @@ from coldstream.models.dflash.spec import tensor_shapes
 from dflash_cases import CASES, config, hf_name, random_tensors, spec_of, write_folder, write_gguf_drafter
 from dflash_reference import read_tensors
 
-KINDS = ["full", "second"]
+KINDS = ["full", "second", "gpt-oss"]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -127,6 +127,7 @@ FOREIGN = {
     "d2t": "a vocabulary of its own",
     "layers.0.self_attn.sinks": "attention sinks",
     "layers.0.self_attn.q_proj.bias": "biases",
+    "layers.0.mlp.down_proj.bias": "biases",
     "aux_hidden_norms.0.weight": "norms of every auxiliary layer",
     "layers.3.input_layernorm.weight": "a part that is not known",
     "candidate_selector.predecessor_codebook": "a part that is not known",

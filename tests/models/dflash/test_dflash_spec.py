@@ -27,7 +27,7 @@ from coldstream.models.dflash.spec import (
     tensor_shapes,
     visible_rows,
 )
-from dflash_cases import CASES, MIXED, SECOND, TINY, YARN, config, spec_of
+from dflash_cases import CASES, GPT_OSS_YARN, MIXED, SECOND, TINY, YARN, config, spec_of
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 FOR_35B: dict[str, Any] = {
@@ -96,6 +96,35 @@ FOR_27B = FOR_35B | {
     "dflash_config": {"target_layer_ids": [1, 16, 31, 46, 61], "mask_token_id": 248070},
 }
 
+FOR_GPT_OSS_20B: dict[str, Any] = {  # z-lab/gpt-oss-20b-DFlash
+    "architectures": ["DFlashDraftModel"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "block_size": 8,
+    "dflash_config": {"mask_token_id": 200000, "target_layer_ids": [1, 6, 11, 16, 21]},
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 7680,
+    "layer_types": [FULL] * 8,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 8,
+    "num_target_layers": 24,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000,
+    "rope_scaling": GPT_OSS_YARN,
+    "vocab_size": 201088,
+}
+FOR_GPT_OSS_120B = FOR_GPT_OSS_20B | {  # z-lab/gpt-oss-120b-DFlash
+    "block_size": 10,
+    "dflash_config": {"mask_token_id": 200000, "target_layer_ids": [1, 9, 17, 25, 33]},
+    "num_target_layers": 36,
+}
+
 
 def num_values(values: dict[str, Any]) -> int:
     total = 0
@@ -144,6 +173,24 @@ def test_dflash_2_has_convolutions_and_a_selector() -> None:
     assert shapes["blk.5.ffn_conv_proj.weight"] == (512, 2048)
     assert shapes["selector_successor.weight"] == (248320, 256)
     assert num_values(DFLASH_2) == pytest.approx(0.53e9, rel=0.02)
+
+
+def test_drafters_of_gpt_oss_have_biases() -> None:
+    spec = spec_of(FOR_GPT_OSS_20B)
+    assert spec.has_attention_bias
+    assert spec.layers == (DflashLayer(None, False),) * 8
+    assert (spec.mask_id, spec.block_size, spec.aux_layers) == (200000, 8, (1, 6, 11, 16, 21))
+    assert spec.rope == DflashRope(150000.0, Yarn(32.0, 4096, truncate=False), yarn_magnitude(32.0))
+    of_120b = spec_of(FOR_GPT_OSS_120B)
+    assert (of_120b.block_size, of_120b.aux_layers, of_120b.num_target_layers) == (10, (1, 9, 17, 25, 33), 36)
+    for values in (FOR_GPT_OSS_20B, FOR_GPT_OSS_120B):
+        shapes = tensor_shapes(spec_of(values))
+        assert len(shapes) == 123  # of which 32 are biases
+        assert shapes["blk.7.attn_q.bias"] == (4096,)
+        assert shapes["blk.7.attn_v.bias"] == (512,)
+        assert shapes["blk.7.attn_output.bias"] == (2880,)
+        assert num_values(values) == pytest.approx(0.785e9, rel=0.001)  # 1.46 GiB of bfloat16
+    assert not spec_of(FOR_GPT_OSS_20B | {"attention_bias": None}).has_attention_bias
 
 
 @pytest.mark.parametrize("window", [None, 2048])
@@ -219,11 +266,11 @@ BROKEN: dict[str, tuple[type[ModelFormatError], str, dict[str, Any]]] = {
     "no sliding": (InconsistentError, "use_sliding_window", MIXED | {"use_sliding_window": False}),
     "rope": (UnsupportedError, "rope_type: 'llama3'", {"rope_scaling": {"rope_type": "llama3"}}),
     "rope key": (UnsupportedError, "rope_scaling.mscale", {"rope_scaling": YARN | {"mscale": 1.0}}),
-    "ramp": (UnsupportedError, "truncate", {"rope_scaling": YARN | {"truncate": False}}),
+    "ramp": (InconsistentError, "truncate", {"rope_scaling": YARN | {"truncate": 0}}),
     "factor": (InconsistentError, "factor: 0.5", {"rope_scaling": YARN | {"factor": 0.5}}),
     "unscaled": (InconsistentError, "factor: missing", {"rope_scaling": {"rope_type": "yarn"}}),
     "act": (UnsupportedError, "hidden_act: 'gelu'", {"hidden_act": "gelu"}),
-    "bias": (UnsupportedError, "attention_bias", {"attention_bias": True}),
+    "bias": (InconsistentError, "attention_bias", {"attention_bias": "queries"}),
     "softcap": (InconsistentError, "final_logit_softcapping: -1", {"final_logit_softcapping": -1}),
     "scale": (
         UnsupportedError,

@@ -23,10 +23,11 @@ from coldstream.kernels.draft_block import HEAD_SIZES, MAX_CANDIDATES
 WARPS = (8, 4)  # of a block of threads that attend: the first with which it has the shared memory
 WARP_QUERIES = 4
 THREADS, WARP_SIZE = 256, 32  # of a block of other threads
+PLACE, PLACE_COMMITTED = "place_draft_rows<{}>", "place_committed_rows<{}>"  # whether there are biases
 ROWS = CudaProgram(
     Path(__file__).with_name("rows.cu"),
-    (
-        *("draft_convolve", "place_draft_rows", "place_committed_rows"),
+    (  # Instances with biases are compiled for a drafter that has them.
+        *("draft_convolve", PLACE.format("false"), PLACE_COMMITTED.format("false")),
         *("score_draft_pairs", "choose_draft_chain", "forget_draft_rows", "norm_draft_features"),
     ),
 )
@@ -131,11 +132,15 @@ class DraftRows:
 
 @dataclass(frozen=True)
 class CommittedRowsOfLayer:
-    """float32 keys and values [n, kv_dim] of committed rows, and the weight [dim] of the norm of keys."""
+    """float32 keys and values [n, kv_dim] of committed rows, and the weight [dim] of the norm of keys.
+
+    biases: of keys and values, float32 [kv_dim] both; None in all layers of a launch, or in none.
+    """
 
     keys: DeviceArray
     values: DeviceArray
     key_weight: DeviceArray
+    biases: tuple[DeviceArray, DeviceArray] | None = None
 
 
 @dataclass(frozen=True)
@@ -190,17 +195,20 @@ def place_draft_rows_cuda(
     shape: HeadShape,
     weights: tuple[DeviceArray, DeviceArray],
     length: DeviceArray,
+    biases: tuple[DeviceArray, DeviceArray, DeviceArray] | None = None,
 ) -> None:
     """Norms and rotates queries in place, and keys; writes keys and values into `rows.kv`.
 
     keys, values: float32 [B, kv_dim]. weights: float32 [dim], of the norms of queries and keys. length: int32
-    [1] on the device, the position of the first row. ValueError if shapes disagree.
+    [1] on the device, the position of the first row. biases: float32, added before to queries [query_dim],
+    keys and values [kv_dim]. ValueError if shapes disagree.
     """
     kv_shape = (len(rows.queries), shape.kv_dim)
     if not rows.fits(shape) or keys.shape != kv_shape or values.shape != kv_shape:
         raise ValueError(f"keys {tuple(keys.shape)} and values {tuple(values.shape)} of heads of {shape.dim}")
     if any(each.shape != (shape.dim,) for each in weights):
         raise ValueError(f"norms by {tuple(weights[0].shape)} and {tuple(weights[1].shape)} of {shape.dim}")
+    widths = (shape.query_dim, shape.kv_dim, shape.kv_dim)
     placed = PlacedDraftRows(
         queries=rows.queries.data_ptr(),
         keys=keys.data_ptr(),
@@ -209,9 +217,23 @@ def place_draft_rows_cuda(
         query_weight=weights[0].data_ptr(),
         key_weight=weights[1].data_ptr(),
     )
+    if biases is not None:
+        placed.query_bias, placed.key_bias, placed.value_bias = _bias_addresses(biases, widths)
     grid = (len(rows.queries), shape.num_heads + 2 * shape.num_kv_heads, 1)
     args = (placed, shape.argument(), length)
-    ROWS.kernel("place_draft_rows").launch(grid, WARP_SIZE, args, overlap=True)
+    ROWS.kernel(_instance(PLACE, biases is not None)).launch(grid, WARP_SIZE, args, overlap=True)
+
+
+def _bias_addresses(biases: Sequence[DeviceArray], widths: Sequence[int]) -> list[int]:
+    """ValueError if some bias is not as wide as its rows."""
+    if any(bias.shape != (width,) for bias, width in zip(biases, widths, strict=True)):
+        shapes = ", ".join(str(tuple(bias.shape)) for bias in biases)
+        raise ValueError(f"biases {shapes} of rows of {', '.join(map(str, widths))}")
+    return [bias.data_ptr() for bias in biases]
+
+
+def _instance(template: str, has_bias: bool) -> str:
+    return template.format("true" if has_bias else "false")
 
 
 def place_committed_rows_cuda(
@@ -230,6 +252,9 @@ def place_committed_rows_cuda(
     rows = len(layers[0].keys)
     if len(layers) > MAX_COMMITTED_LAYERS or contexts.numel() < len(layers) * CONTEXT_TYPE.itemsize:
         raise ValueError(f"{len(layers)} layers with contexts in {contexts.numel()} bytes")
+    has_bias = layers[0].biases is not None
+    if any((layer.biases is not None) != has_bias for layer in layers):
+        raise ValueError("some layers have biases of keys and values, and others have none")
     committed = CommittedDraftRows(
         first=None if isinstance(first, int) else first.data_ptr(),
         count=None if count is None else count.data_ptr(),
@@ -245,9 +270,11 @@ def place_committed_rows_cuda(
             )
         entry.keys, entry.values = layer.keys.data_ptr(), layer.values.data_ptr()
         entry.key_weight = layer.key_weight.data_ptr()
+        if layer.biases is not None:
+            entry.key_bias, entry.value_bias = _bias_addresses(layer.biases, (shape.kv_dim, shape.kv_dim))
     grid = (rows, shape.num_kv_heads, len(layers))
     args = (committed, shape.argument(), contexts)
-    ROWS.kernel("place_committed_rows").launch(grid, WARP_SIZE, args, overlap=True)
+    ROWS.kernel(_instance(PLACE_COMMITTED, has_bias)).launch(grid, WARP_SIZE, args, overlap=True)
 
 
 def forget_rows_cuda(positions: DeviceArray, length: int) -> None:

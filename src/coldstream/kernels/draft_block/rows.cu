@@ -57,13 +57,32 @@ struct DraftRope {
   float magnitude;      // of cosines and sines
 };
 
+// Values of a head as a product leaves them, plus those of its bias.
+struct BiasedHead {
+  const float* values;
+  const float* bias;
+
+  __device__ __forceinline__ float operator[](int i) const { return values[i] + bias[i]; }
+};
+
+// The values of a head that is `first` values behind the beginning of its row; without biases a plain
+// pointer.
+template <bool has_bias>
+__device__ __forceinline__ auto head_of(const float* values, const float* bias, int first) {
+  if constexpr (has_bias) {
+    return BiasedHead{values, bias + first};
+  } else {
+    return values;
+  }
+}
+
 __device__ __forceinline__ void store(float* to, float value) { *to = value; }
 __device__ __forceinline__ void store(Bfloat16Bits* to, float value) { *to = to_bfloat16(value); }
 
 // A head of `dim` values, normed and rotated by its position, from and to where it may be the same; by a
 // warp.
-template <typename Value>
-__device__ __forceinline__ void place_head(const float* from, Value* to, const float* weight, int dim,
+template <typename Head, typename Value>
+__device__ __forceinline__ void place_head(const Head from, Value* to, const float* weight, int dim,
                                            float eps, const DraftRope& rope, int position) {
   const int half = dim / 2;
   float sum = 0.0f;
@@ -94,10 +113,14 @@ struct PlacedDraftRows {
   Bfloat16Bits* kv;           // [rows, 2 · num_kv_heads · dim]: keys and then values
   const float* query_weight;  // [dim], of norms
   const float* key_weight;
+  const float* query_bias;  // [num_heads · dim]; null, as the other two, where there are none
+  const float* key_bias;    // [num_kv_heads · dim]
+  const float* value_bias;
 };
 
 // grid (rows, heads of queries, keys and values), 32 threads: norms and rotates queries and keys, and rounds
 // keys and values. length: of the context, the position of the first row.
+template <bool has_bias>
 __global__ void __launch_bounds__(warp_size)
     place_draft_rows(const __grid_constant__ PlacedDraftRows rows, const __grid_constant__ DraftHeads heads,
                      const int* length) {
@@ -107,17 +130,20 @@ __global__ void __launch_bounds__(warp_size)
   int head = blockIdx.y;
   if (head < heads.num_heads) {
     float* at = rows.queries + (int64_t(blockIdx.x) * heads.num_heads + head) * dim;
-    place_head(at, at, rows.query_weight, dim, heads.eps, heads.rope, position);
+    const auto from = head_of<has_bias>(at, rows.query_bias, head * dim);
+    place_head(from, at, rows.query_weight, dim, heads.eps, heads.rope, position);
     return;
   }
   head -= heads.num_heads;
   Bfloat16Bits* to = rows.kv + (int64_t(blockIdx.x) * 2 * kv_heads + head) * dim;
   if (head < kv_heads) {
-    const float* from = rows.keys + (int64_t(blockIdx.x) * kv_heads + head) * dim;
+    const float* at = rows.keys + (int64_t(blockIdx.x) * kv_heads + head) * dim;
+    const auto from = head_of<has_bias>(at, rows.key_bias, head * dim);
     place_head(from, to, rows.key_weight, dim, heads.eps, heads.rope, position);
     return;
   }
-  const float* from = rows.values + (int64_t(blockIdx.x) * kv_heads + head - kv_heads) * dim;
+  const float* at = rows.values + (int64_t(blockIdx.x) * kv_heads + head - kv_heads) * dim;
+  const auto from = head_of<has_bias>(at, rows.value_bias, (head - kv_heads) * dim);
   for (int i = threadIdx.x; i < dim; i += warp_size) to[i] = to_bfloat16(from[i]);
 }
 
@@ -127,6 +153,8 @@ struct CommittedDraftLayer {
   const float* keys;  // [rows, num_kv_heads · dim]
   const float* values;
   const float* key_weight;  // [dim], of the norm of keys
+  const float* key_bias;    // [num_kv_heads · dim]; null, as the other, where there are none
+  const float* value_bias;
 };
 
 struct CommittedDraftRows {
@@ -138,6 +166,7 @@ struct CommittedDraftRows {
 
 // grid (rows, key heads, layers), 32 threads: rows with the norm and rotation of their keys into the contexts
 // of these layers. Of more rows than a context holds, the last ones.
+template <bool has_bias>
 __global__ void __launch_bounds__(warp_size)
     place_committed_rows(const __grid_constant__ CommittedDraftRows in,
                          const __grid_constant__ DraftHeads heads, const DraftContext* contexts) {
@@ -152,10 +181,10 @@ __global__ void __launch_bounds__(warp_size)
             place = position % context.capacity;
   const int64_t from = (int64_t(row) * heads.num_kv_heads + head) * dim;
   const int64_t to = (int64_t(place) * heads.num_kv_heads + head) * dim;
-  place_head(layer.keys + from, context.keys + to, layer.key_weight, dim, heads.eps, heads.rope, position);
-  for (int i = threadIdx.x; i < dim; i += warp_size) {
-    context.values[to + i] = to_bfloat16(layer.values[from + i]);
-  }
+  const auto keys = head_of<has_bias>(layer.keys + from, layer.key_bias, head * dim);
+  place_head(keys, context.keys + to, layer.key_weight, dim, heads.eps, heads.rope, position);
+  const auto values = head_of<has_bias>(layer.values + from, layer.value_bias, head * dim);
+  for (int i = threadIdx.x; i < dim; i += warp_size) context.values[to + i] = to_bfloat16(values[i]);
   if (head == 0 && threadIdx.x == 0) context.positions[place] = position;
 }
 

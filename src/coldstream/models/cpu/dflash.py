@@ -71,9 +71,13 @@ class CpuDflash:
         """An empty sequence. It takes no memory before its first row."""
         return CpuDflashSequence(self)
 
-    def product(self, x: Array, weight: Weight) -> Array:
-        """Rows [n, out] of rows x [n, in]."""
-        return self.ops.linear(x, (weight,))[0]
+    def product(self, x: Array, weight: Weight, bias: Array = None) -> Array:
+        """Rows [n, out] of rows x [n, in], plus a bias [out] if there is one."""
+        return self._biased(self.ops.linear(x, (weight,))[0], bias)
+
+    def _biased(self, rows: Array, bias: Array) -> Array:
+        """Rows [n, out] plus a bias [out], or as they are if it is None."""
+        return rows if bias is None else self.ops.add_bias(rows, bias)
 
     def norm(self, x: Array, weight: Array) -> Array:
         """RMS norm over the last dimension."""
@@ -97,6 +101,7 @@ class CpuDflash:
         """Keys and values [n, num_kv_heads, head_dim] of rows [n, E]."""
         shape = (len(x), self.spec.num_kv_heads, self.spec.head_dim)
         keys, values = self.ops.linear(x, (layer.attn_k, layer.attn_v))
+        keys, values = self._biased(keys, layer.k_bias), self._biased(values, layer.v_bias)
         keys = self.norm(keys.reshape(shape), layer.attn_k_norm)
         return _rotated(keys, rotations), values.reshape(shape)
 
@@ -211,7 +216,8 @@ class CpuDflashSequence(CommittedRows[ContextRows]):
         dynamic = None if conv is None else model.dynamic(x, conv)
         if conv is not None and dynamic is not None:
             x = model.convolved(x, dynamic, conv, 0)
-        queries = model.product(x, layer.attn_q).reshape(count, spec.num_heads, spec.head_dim)
+        queries = model.product(x, layer.attn_q, layer.q_bias)
+        queries = queries.reshape(count, spec.num_heads, spec.head_dim)
         queries = _rotated(model.norm(queries, layer.attn_q_norm), rotations)
         window = layer.layer.window
         first = 0 if window is None else int(positions[0]) - window + 1
@@ -220,7 +226,7 @@ class CpuDflashSequence(CommittedRows[ContextRows]):
         if layer.attn_gate is not None:
             gates = np.logaddexp(model.product(x, layer.attn_gate), np.float32(0))  # the softplus
             mixed = (mixed.reshape(*gates.shape, -1) * gates[:, :, None]).reshape(mixed.shape)
-        result = model.product(mixed, layer.attn_output)
+        result = model.product(mixed, layer.attn_output, layer.output_bias)
         return result if conv is None or dynamic is None else model.convolved(result, dynamic, conv, 1)
 
     def _feed_forward(self, x: Array, layer: DflashLayerWeights) -> Array:

@@ -37,6 +37,7 @@ from coldstream.kernels.draft_block.cuda import (
     place_draft_rows_cuda,
     score_pairs_cuda,
 )
+from coldstream.kernels.linear.records import BiasedOutput
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.top_log_probs.cuda import top_log_probs_cuda, workspace_bytes
@@ -219,12 +220,12 @@ class DflashBlock:
             return [self._normed_and_committed(normed, layer) for layer in layers]
         matrices = [matrix for layer in layers for matrix in (layer.attn_k, layer.attn_v)]
         outs = iter(self._ops.linear(normed, matrices))
-        return [CommittedRowsOfLayer(next(outs), next(outs), layer.attn_k_norm) for layer in layers]
+        return [_committed_rows(next(outs), next(outs), layer) for layer in layers]
 
     def _normed_and_committed(self, context: Activations, layer: DflashLayerWeights) -> CommittedRowsOfLayer:
         normed = self._ops.rms_norm(context.values, layer.attn_norm, self.spec.rms_norm_eps)
         keys, values = self._ops.linear(normed, (layer.attn_k, layer.attn_v))
-        return CommittedRowsOfLayer(keys, values, layer.attn_k_norm)
+        return _committed_rows(keys, values, layer)
 
     def draft(self, num_rows: int, root: DeviceArray, length: DeviceArray) -> None:
         """The candidates of num_rows − 1 positions after `root`, behind the rows of `contexts`.
@@ -263,8 +264,7 @@ class DflashBlock:
         first, *others = self.weights.layers
         normed = ops.rms_norm(x, first.attn_norm, eps)
         for index, layer in enumerate(self.weights.layers):
-            update = self._attention(index, layer, normed, length)
-            x, normed = ops.add_norm(x, update, layer.ffn_norm, eps)
+            x, normed = ops.add_norm(x, self._attention(index, layer, normed, length), layer.ffn_norm, eps)
             update = self._feed_forward(layer, normed)
             if index < len(others):
                 x, normed = ops.add_norm(x, update, others[index].attn_norm, eps)
@@ -272,7 +272,7 @@ class DflashBlock:
 
     def _attention(
         self, index: int, layer: DflashLayerWeights, normed: Activations, length: DeviceArray
-    ) -> DeviceArray:
+    ) -> DeviceArray | BiasedOutput:
         """What attention adds to the residual stream, [B, E]."""
         ops, heads, seen, num_rows = self._ops, self.heads, layer.layer, normed.shape[0]
         x, dynamic = self._convolved(normed, layer.attn_conv)
@@ -282,12 +282,17 @@ class DflashBlock:
         queries, keys, values, *gates = ops.linear(x, matrices)
         rows = DraftRows(queries, ops.empty(num_rows, 2 * heads.kv_dim, dtype="bfloat16"))
         weights = (layer.attn_q_norm, layer.attn_k_norm)
-        ops.launch(place_draft_rows_cuda, rows, keys, values, heads, weights, length)
+        biases = None if layer.q_bias is None else (layer.q_bias, layer.k_bias, layer.v_bias)
+        ops.launch(place_draft_rows_cuda, rows, keys, values, heads, weights, length, biases)
         parts = ops.empty(*parts_shape(num_rows, heads, self._num_splits))
         view, out = LayerView(index, seen.window, seen.is_causal), ops.activations(num_rows, heads.query_dim)
         ops.launch(attend_cuda, rows, heads, self.contexts, view, length, parts, out.values, *gates)
         (update,) = ops.linear(self._quantised(out), (layer.attn_output,))
-        return self._convolve(update, layer.attn_conv, dynamic)
+        if layer.output_bias is None:
+            return self._convolve(update, layer.attn_conv, dynamic)
+        if layer.attn_conv is None:
+            return BiasedOutput(update, layer.output_bias)
+        return self._convolve(ops.add_bias(update, layer.output_bias), layer.attn_conv, dynamic)
 
     def _feed_forward(self, layer: DflashLayerWeights, normed: Activations) -> DeviceArray:
         """What the FFN adds to the residual stream, [B, E]."""
@@ -322,6 +327,13 @@ class DflashBlock:
         """The same, with codes of its values."""
         self._ops.launch(quantize_cuda, states.values, states.quantised)
         return states
+
+
+def _committed_rows(
+    keys: DeviceArray, values: DeviceArray, layer: DflashLayerWeights
+) -> CommittedRowsOfLayer:
+    biases = None if layer.k_bias is None else (layer.k_bias, layer.v_bias)
+    return CommittedRowsOfLayer(keys, values, layer.attn_k_norm, biases)
 
 
 def _counts(least: int, most: int) -> list[int]:

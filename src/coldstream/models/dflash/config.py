@@ -32,10 +32,8 @@ _OTHERWISE: Final = "choose another drafter, or draft by --spec-type ngram"
 _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "input_embedding_scale": (1, 1.0),
     "output_multiplier": (1, 1.0),
-    "attention_bias": (False,),
     "hidden_act": ("silu",),
     "partial_rotary_factor": (1, 1.0),
-    "truncate": (True,),
     "num_experts": (0,),
 }
 _ROPE_KEYS: Final = {
@@ -102,6 +100,7 @@ def spec_of_config(config: Mapping[str, Any], path: Path) -> DflashSpec:
         second=read_second(keys, _SECOND_KEYS, hidden_size, vocab_size),
         logit_softcap=keys.number("final_logit_softcapping", 0.0, 1e6, 0.0),
         is_laguna=is_laguna,
+        has_attention_bias="attention_bias" in keys and keys.flag("attention_bias"),
     )
     check_numbers(
         spec, keys, aux_layers="target_layer_ids", num_kv_heads="num_key_value_heads", head_dim="head_dim"
@@ -245,6 +244,7 @@ def _rope(keys: Metadata) -> DflashRope:
         original_context=keys.integer("rope.original_max_position_embeddings", 1, limits.MAX_POSITIONS),
         beta_fast=keys.number("rope.beta_fast", 1e-3, 1e6, 32.0),
         beta_slow=keys.number("rope.beta_slow", 1e-3, 1e6, 1.0),
+        truncate="rope.truncate" not in keys or keys.flag("rope.truncate"),
     )
     magnitude = keys.number("rope.attention_factor", 1e-3, 1e3, yarn_magnitude(factor))
     return DflashRope(theta, yarn, magnitude)

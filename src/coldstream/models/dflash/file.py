@@ -8,6 +8,7 @@ converted first (`convert.py`).
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Self
 
@@ -69,7 +70,7 @@ class DflashFile(Closing):
         """
         with ExitStack() as cleanup:
             gguf = cleanup.enter_context(GGUFFile.open(path))
-            spec = spec_of_metadata(gguf.metadata)
+            spec = _spec_of(gguf)
             shapes = {name: info.shape for name, info in gguf.tensors.items()}
             known = {name: name for name in tensor_shapes(spec)} | _OLDER_NAMES
             names = matched_names(spec, shapes, known, Path(path))
@@ -83,6 +84,14 @@ class DflashFile(Closing):
     def close(self) -> None:
         """Closes the file; calling twice is harmless."""
         self.gguf.close()
+
+
+def _spec_of(gguf: GGUFFile) -> DflashSpec:
+    """What metadata say, with the biases that no key states if there is one. Raises as `spec_of_metadata`."""
+    spec = spec_of_metadata(gguf.metadata)
+    biased = replace(spec, has_attention_bias=True)
+    biases = tensor_shapes(biased).keys() - tensor_shapes(spec).keys()
+    return spec if biases.isdisjoint(gguf.tensors) else biased
 
 
 def matched_names(

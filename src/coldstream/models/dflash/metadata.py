@@ -2,8 +2,9 @@
 
 Two conventions exist. Mainline's architecture is `dflash`. Its `target_layers` are the layers *before* which
 the target's residual stream is read, one more than Hugging Face's numbers. The mask token is a key of the
-tokenizer. `num_target_layers` is a key of ours, which other programs ignore. The older architectures
-`dflash-draft` and `qwen35-dflash-draft` have Hugging Face's numbers in keys behind `<architecture>.dflash.`.
+tokenizer. `num_target_layers` and `rope.scaling.yarn_truncate` are keys of ours, which other programs ignore.
+The older architectures `dflash-draft` and `qwen35-dflash-draft` have Hugging Face's numbers in keys behind
+`<architecture>.dflash.`. No key of either says whether attention has biases.
 """
 
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from coldstream.models.spec.hyperparameters import MAX_HEADS
 _TOKENS: Final = "tokenizer.ggml.tokens"
 _MASK_ID: Final = "tokenizer.ggml.mask_token_id"
 _SOFTCAP: Final = "final_logit_softcapping"
+_TRUNCATE: Final = "rope.scaling.yarn_truncate"  # see `Yarn`; true if it is absent, as for mainline
 # Values that change nothing, of keys for what is not computed here.
 _NEUTRAL: Final[Mapping[str, float]] = {
     "logit_scale": 1.0, "embedding_scale": 1.0, "rope.scaling.yarn_ext_factor": 1.0,
@@ -35,7 +37,7 @@ _KNOWN: Final = {
     "attention.causal", "rope.freq_base", "rope.dimension_count", "rope.dimension_sections",
     "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
     "rope.scaling.finetuned", "rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast",
-    "rope.scaling.yarn_beta_slow", _SOFTCAP, *_NEUTRAL,
+    "rope.scaling.yarn_beta_slow", _TRUNCATE, _SOFTCAP, *_NEUTRAL,
 }  # fmt: skip
 
 
@@ -166,6 +168,8 @@ def _rope_metadata(rope: DflashRope) -> dict[str, MetaValue]:
             "rope.scaling.yarn_beta_fast": rope.yarn.beta_fast,
             "rope.scaling.yarn_beta_slow": rope.yarn.beta_slow,
         }
+        if not rope.yarn.truncate:
+            values[_TRUNCATE] = False
         magnitude /= yarn_magnitude(rope.yarn.factor)
     elif rope.divisor != 1.0:
         values |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope.divisor}
@@ -324,6 +328,7 @@ class _SpecReader:
             original_context=self.integer("rope.scaling.original_context_length", 1, limits.MAX_POSITIONS),
             beta_fast=self.number("rope.scaling.yarn_beta_fast", 1e-3, 1e6, 32.0),
             beta_slow=self.number("rope.scaling.yarn_beta_slow", 1e-3, 1e6, 1.0),
+            truncate=self.key(_TRUNCATE) not in self.keys or self.keys.flag(self.key(_TRUNCATE)),
         )
         return DflashRope(theta, yarn, magnitude * yarn_magnitude(factor))
 

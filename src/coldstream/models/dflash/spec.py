@@ -118,6 +118,7 @@ class DflashSpec:
     # Whether it is Laguna's: every auxiliary layer has a norm before `fc`, committed rows pass through each
     # layer's first norm, and every head of attention has a gate, the softplus of a product.
     is_laguna: bool = False
+    has_attention_bias: bool = False  # of queries, keys, values and the output: those of gpt-oss have
 
     @property
     def num_layers(self) -> int:
@@ -224,6 +225,9 @@ def tensor_shapes(spec: DflashSpec) -> dict[str, tuple[int, ...]]:
         }
         if spec.is_laguna:
             layer["attn_gate.weight"] = (spec.num_heads, width)
+        if spec.has_attention_bias:
+            widths = {"q": spec.query_dim, "k": kv_dim, "v": kv_dim, "output": width}
+            layer |= {f"attn_{name}.bias": (size,) for name, size in widths.items()}
         if spec.second is not None:
             kernel = spec.second.conv_kernel
             dynamic = 2 * kernel * (width // spec.second.conv_group)

@@ -40,6 +40,10 @@ class DflashLayerWeights:
     ffn_up: Weight
     ffn_down: Weight
     attn_gate: Weight | None  # [heads, E]: the softplus of its product gates a head's output
+    q_bias: Array  # [heads · d], added to queries before norms; None with the other three: no biases
+    k_bias: Array  # [kv heads · d]
+    v_bias: Array  # [kv heads · d]
+    output_bias: Array  # [E]
     attn_conv: DynamicConvolution | None
     ffn_conv: DynamicConvolution | None
 
@@ -106,9 +110,13 @@ class _Reader:
             **{name: self.matrix(prefix + name) for name in matrices},
             **{name: self.values(f"{prefix}{name}.weight") for name in norms},
             attn_gate=self.matrix(f"{prefix}attn_gate") if self._file.spec.is_laguna else None,
+            **{f"{name}_bias": self._bias(f"{prefix}attn_{name}") for name in ("q", "k", "v", "output")},
             attn_conv=self._convolution(f"{prefix}attn_conv"),
             ffn_conv=self._convolution(f"{prefix}ffn_conv"),
         )
+
+    def _bias(self, name: str) -> Array:
+        return self.values(f"{name}.bias") if self._file.spec.has_attention_bias else None
 
     def _convolution(self, name: str) -> DynamicConvolution | None:
         if self._file.spec.second is None:
