@@ -1,5 +1,7 @@
-"""What a launch asks the driver for."""
+"""What a launch asks the driver for, and which kernels a device gets."""
 
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +9,9 @@ import pytest
 from cuda.bindings import driver
 
 from coldstream.kernels.cuda import program
-from coldstream.kernels.cuda.program import Kernel
+from coldstream.kernels.cuda.compiler import MachineCode
+from coldstream.kernels.cuda.program import CudaProgram, Kernel
+from coldstream.kernels.cuda.runtime import calls
 from host_driver import DONE, HostDriver
 
 ATTRIBUTES = driver.CUlaunchAttributeID
@@ -21,6 +25,9 @@ class NotedDriver(SimpleNamespace):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(driver, name)
+
+    def cuModuleLoadData(self, cubin: bytes) -> tuple[object, object]:  # noqa: N802
+        return DONE, object()
 
     def cuModuleGetFunction(self, module: object, name: bytes) -> tuple[object, object]:  # noqa: N802
         return DONE, object()
@@ -61,3 +68,34 @@ def test_clusters_are_of_adjacent_blocks(noted: NotedDriver) -> None:
     size = attributes.pop(ATTRIBUTES.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION).clusterDim
     assert (size.x, size.y, size.z) == (4, 1, 1)
     assert attributes.keys() == {ATTRIBUTES.CU_LAUNCH_ATTRIBUTE_COOPERATIVE}
+
+
+def test_each_device_has_kernels_of_its_own(noted: NotedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded once, for its architecture, where it is current."""
+    compiled: list[tuple[int, tuple[str, ...]]] = []
+
+    def compile_together(source: Path, instances: Any, arch: str) -> tuple[MachineCode, ...]:
+        compiled.append((calls.device_index(), tuple(instances)))
+        return tuple(MachineCode(b"", name) for name in instances)
+
+    monkeypatch.setattr(program, "compile_together", compile_together)
+    monkeypatch.setattr(program, "kept_together", lambda *_: None)
+    found = CudaProgram(Path("some.cu"), ("first", "second"))
+    with HostDriver().installed():
+        one = found.kernel("first")
+        with calls.on_device(2):
+            other = found.kernel("first")
+            assert found.kernel("first") is other is not one
+            assert found.kernel("second") is not found.kernel("first")
+        assert found.kernel("first") is one
+    assert compiled == [(0, ("first", "second")), (2, ("first", "second"))]
+
+
+def test_a_thread_works_on_its_own_device() -> None:
+    seen = []
+    with HostDriver().installed():
+        with suppress(RuntimeError), calls.on_device(1):
+            seen.append(calls.device_index())
+            raise RuntimeError
+        seen.append(calls.device_index())
+    assert seen == [1, calls.DEVICE]

@@ -378,7 +378,9 @@ def swapped(layout: type[ctypes.Structure]) -> type[ctypes.Structure]:
     return type(layout.__name__, (ctypes.Structure,), {"_fields_": [second, first, *others]})
 
 
-@pytest.mark.parametrize(("name", "layout"), [("Mailbox", partition._Mailbox), ("Stack", partition.Stack)])
+@pytest.mark.parametrize(
+    ("name", "layout"), [("Mailbox", partition.MailboxFields), ("Stack", partition.Stack)]
+)
 def test_fields_in_another_order_are_refused(
     name: str, layout: type[ctypes.Structure], tmp_path: Path
 ) -> None:

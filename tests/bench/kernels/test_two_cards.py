@@ -1,9 +1,8 @@
 """Questions and answers of two cards, which run at the same time on the host."""
 
 import ctypes
-import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from all_pairs import all_pairs
 from bench.kernels.two_cards import FLAG_BYTES, KERNELS, SOURCE, THREADS, UNWRITTEN, Counts, Way
 from coldstream.kernels.cuda.program import CudaProgram
 from host_device import HostDevice, HostKernel
-from second_device import SecondDevice
+from second_device import beside, meanwhile
 
 QUESTIONS, FIRST_TIMED = 12, 3
 PROGRAM = CudaProgram(SOURCE, KERNELS)
@@ -47,12 +46,9 @@ class Address:
 
 
 @pytest.fixture
-def cards(host: HostDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[HostDevice]:
-    """Two, whose waits last as long as those of a GPU."""
-    second = SecondDevice(host.directory, tmp_path)
-    for card in (host, second):
-        monkeypatch.setattr(card, "keeps_time", True)
-    return [host, second]
+def cards(host: HostDevice, tmp_path: Path) -> Iterator[list[HostDevice]]:
+    with beside(host, tmp_path) as second:
+        yield [host, second]
 
 
 def ask(
@@ -63,15 +59,10 @@ def ask(
     asking, answering = (
         HostKernel(card, PROGRAM, name) for card, name in zip(cards, ("ask", "answer"), strict=True)
     )
-    other = threading.Thread(
-        target=partial(
-            answering.launch, (1, 1, 1), THREADS, (question.way, answer.way, questions, Address(counts[1]))
-        )
-    )
-    other.start()
-    args = (question.way, answer.way, QUESTIONS, FIRST_TIMED, is_marked, Address(counts[0]))
-    asking.launch((1, 1, 1), THREADS, args)
-    other.join()
+    args = question.way, answer.way, questions
+    with meanwhile(lambda: answering.launch((1, 1, 1), THREADS, (*args, Address(counts[1])))):
+        args = question.way, answer.way, QUESTIONS
+        asking.launch((1, 1, 1), THREADS, (*args, FIRST_TIMED, is_marked, Address(counts[0])))
     return counts
 
 

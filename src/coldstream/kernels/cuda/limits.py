@@ -35,7 +35,7 @@ class DeviceLimits:
 
 def device_limits() -> DeviceLimits:
     """The limits of the device. Raises DeviceError if the driver does not report them."""
-    return _limits_of(calls.DEVICE)
+    return _limits_of(calls.device_index())
 
 
 def shared_per_block(without_gpu: int) -> int:

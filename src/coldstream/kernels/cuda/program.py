@@ -120,8 +120,9 @@ class NotedKernel(Kernel):
 class CudaProgram:
     """The kernels `instances` of `source`: functions, or template instances as C++ writes them.
 
-    Each is compiled and loaded when it is first asked for, other instances of the same templates too. Where
-    some are no templates, all `instances` are compiled with the first, as the compiler omits none of these.
+    Each is compiled and loaded when it is first asked for on a device, other instances of the same templates
+    too. Where some are no templates, all `instances` are compiled with the first, as the compiler omits none
+    of these.
     is_slow: whether the compiler takes long for some of them.
     """
 
@@ -131,11 +132,14 @@ class CudaProgram:
         self._names = {_function(instance) for instance in instances}
         self._is_whole = any(instance in self._names for instance in instances)
         self._kernels: dict[str, Kernel] = {}
+        self._elsewhere: dict[tuple[int, str], Kernel] = {}  # by device, without the first
         self._lock = threading.Lock()
         self._pending: dict[str, Pending] = {}  # by instance, until they are loaded
 
     def kernel(self, instance: str) -> Kernel:
         """KeyError for one of a function that was not listed; CompileError, DeviceError, OutOfMemoryError."""
+        if (device := calls.device_index()) != calls.DEVICE:
+            return self._on(device, instance)
         kernel = self._kernels.get(instance)
         if kernel is None or _noted.get() is not None:
             if _function(instance) not in self._names:
@@ -146,9 +150,23 @@ class CudaProgram:
             kernel = self._awaited(instance)
         return kernel
 
+    def _on(self, device: int, instance: str) -> Kernel:
+        """A kernel of a further device, which is current. Loads it there if it is the first to ask."""
+        with self._lock:
+            if (device, instance) not in self._elsewhere:
+                together = self._with(instance)
+                codes = compile_together(self.source, together, _architecture())
+                loaded = _loaded(together, codes)
+                self._elsewhere |= {(device, name): kernel for name, kernel in loaded.items()}
+            return self._elsewhere[device, instance]
+
+    def _with(self, instance: str) -> tuple[str, ...]:
+        """What is compiled with a kernel."""
+        return self.instances if self._is_whole and instance in self.instances else (instance,)
+
     def pending(self, instance: str) -> "Pending | None":
         """What is to be loaded for a kernel; None if it is there, or somebody else is to load it."""
-        together = self.instances if self._is_whole and instance in self.instances else (instance,)
+        together = self._with(instance)
         with self._lock:
             if instance in self._kernels or instance in self._pending:
                 return None

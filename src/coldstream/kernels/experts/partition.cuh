@@ -320,11 +320,13 @@ __device__ __forceinline__ bool share_out(const Sharing& sharing, int id, int nu
   return on_cpu != 0;
 }
 
-// By one thread, after all pairs have been shared out, with a barrier of the block behind whatever its
-// threads have written for the CPU.
-__device__ __forceinline__ void ask_the_cpu(const Sharing& sharing) {
-  store_relaxed_system(sharing.box.done, 0);
-  store_release_system(sharing.box.request, sharing.request);
+// By one thread, with a barrier of the block behind whatever its threads have written for the request.
+__device__ __forceinline__ void ask(const Mailbox& box, uint32_t request) {
+  store_relaxed_system(box.done, 0);
+  store_release_system(box.request, request);
 }
+
+// By one thread, after all pairs have been shared out, with a barrier as above.
+__device__ __forceinline__ void ask_the_cpu(const Sharing& sharing) { ask(sharing.box, sharing.request); }
 
 }  // namespace coldstream

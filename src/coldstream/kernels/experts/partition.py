@@ -39,8 +39,8 @@ class Stack(ctypes.Structure): ...
 class _Partition(ctypes.Structure): ...
 
 
-@declared_in("experts/partition.cuh")
-class _Mailbox(ctypes.Structure): ...
+@declared_in("experts/partition.cuh", "Mailbox")
+class MailboxFields(ctypes.Structure): ...
 
 
 @declared_in("experts/partition.cuh")
@@ -145,6 +145,16 @@ def stack_of(table: ExpertTable) -> Stack:
     return Stack(slots=table.addresses.data_ptr(), pooled=pooled, mapped=table.mapped, step=table.step)
 
 
+def mailbox_of(mailbox: Mailbox) -> MailboxFields:
+    """The mailbox as kernels see it."""
+    return MailboxFields(
+        request=mailbox.request.data_ptr(),
+        done=mailbox.done.data_ptr(),
+        x=mailbox.x.data_ptr(),
+        ids=mailbox.ids.data_ptr(),
+    )
+
+
 def sharing_of(
     stacks: Sequence[ExpertTable],
     times: DeviceArray,
@@ -182,12 +192,7 @@ def sharing_of(
             addresses=(ctypes.c_void_p * MATRICES)(*(matrix.data_ptr() for matrix in places.addresses)),
             cpu_ids=places.cpu_ids.data_ptr(),
         ),
-        box=_Mailbox(
-            request=mailbox.request.data_ptr(),
-            done=mailbox.done.data_ptr(),
-            x=mailbox.x.data_ptr(),
-            ids=mailbox.ids.data_ptr(),
-        ),
+        box=mailbox_of(mailbox),
         used=None if used is None else used.data_ptr(),
         stamps=None if places.stamps is None else places.stamps.data_ptr(),
         request=(layer + 1) | tokens << ROWS_SHIFT,

@@ -26,6 +26,7 @@ from coldstream.kernels.cuda.runtime.calls import (
     attach,
     checked,
     core_errors,
+    device_index,
     free_later,
     is_capturing,
     synchronize,
@@ -81,6 +82,7 @@ def block(num_bytes: int) -> Allocation:
 def scratch(num_bytes: int) -> Allocation:
     """Unwritten memory, for work on the default stream. Raises OutOfMemoryError, DeviceError."""
     _check_outside_captures()
+    assert device_index() == DEVICE, "the pool is that of the first device"
     stream = default_stream().core
     with core_errors():
         buffer = _pool().allocate(max(1, num_bytes), stream=stream)

@@ -1,13 +1,15 @@
 """Calls of the driver: what their failures mean, and the context that a thread needs for them.
 
-All work of a process is on its first device, in the device's primary context, which other libraries
+Work is on the first device that the driver shows, in the device's primary context, which other libraries
 share. It is made once and kept until the process ends: what is in flight then is dropped with it.
 A thread gets it with its first call. A forked child cannot use it: the driver's threads do not exist there.
+Inside `on_device`, and on threads that have called `use_device`, work is on another device.
 """
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final
 
@@ -95,8 +97,11 @@ def free_memory() -> tuple[int, int]:
 
 
 class _Attached(threading.local):
-    """Whether the context is the thread's; and frees that wait for the end of its capture."""
+    """The device of the thread's calls, and whether its context is the thread's; and frees that wait for the
+    end of its capture.
+    """
 
+    index = DEVICE
     here = False
     deferred: list[Callable[[], object]] | None = None
 
@@ -116,10 +121,32 @@ def attach() -> None:
         _attached.here = True
 
 
+def device_index() -> int:
+    """The number of the device that the thread's work is on."""
+    return _attached.index
+
+
+def use_device(index: int) -> None:
+    """From now on the thread's work is on this device. Raises DeviceError if it cannot be used."""
+    _attached.index, _attached.here = index, False
+    attach()
+
+
+@contextmanager
+def on_device(index: int) -> Iterator[None]:
+    """Inside, the thread's work is on this device. Raises as `use_device`."""
+    before = device_index()
+    try:
+        use_device(index)
+        yield
+    finally:
+        use_device(before)
+
+
 def device() -> Device:
-    """The device that all work is on."""
+    """The device that the thread's work is on."""
     with core_errors():
-        return Device(DEVICE)
+        return Device(device_index())
 
 
 @functools.cache
@@ -137,7 +164,7 @@ def attribute(name: str) -> int:
     """A property of the device, by the name of its `CU_DEVICE_ATTRIBUTE_…`."""
     checked(driver.cuInit(0))
     key = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-    return int(checked(driver.cuDeviceGetAttribute(key, DEVICE)))
+    return int(checked(driver.cuDeviceGetAttribute(key, device_index())))
 
 
 def capability() -> tuple[int, int]:
