@@ -17,6 +17,7 @@ from typing import Any
 from bench.results import write_result
 from coldstream.errors import DeviceError
 from coldstream.kernels.cuda.device import find_gpu, measure_copy_bandwidth
+from coldstream.kernels.experts.cpu_rates import written_codes
 from coldstream.placement.hardware import GpuHardware, Hardware, measure_read_bandwidth
 
 REPETITIONS = 3
@@ -39,13 +40,13 @@ def gpu_figures(hardware: Hardware, threads: int) -> dict[str, Any]:
     from coldstream.kernels.cuda.driver import driver_version
     from coldstream.kernels.cuda.link import measure_handshake, measure_link, measure_products
 
-    gpu = find_gpu()
+    gpu, memory = find_gpu(), written_codes(threads, hardware.measured_bytes)
     return {
         "gpu": asdict(GpuHardware(gpu.name, driver_version(), gpu.total_bytes, gpu.free_bytes)),
         "gpu_copy_bytes_per_s": repeated(measure_copy_bandwidth),
         "product_ops_per_s": repeated(measure_products),
-        "link": repeated(lambda: measure_link(threads, hardware.reader_bytes)),
-        "link_fewer_threads": repeated(lambda: measure_link(max(1, threads // 2), hardware.reader_bytes)),
+        "link": repeated(lambda: measure_link(threads, memory)),
+        "link_fewer_threads": repeated(lambda: measure_link(max(1, threads // 2), memory)),
         "handshake_s": repeated(lambda: measure_handshake(threads)),
         "handshake_one_thread_s": repeated(lambda: measure_handshake(1)),
     }

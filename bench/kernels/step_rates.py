@@ -26,7 +26,7 @@ from coldstream.kernels.cuda.device import find_gpu, measure_copy_bandwidth
 from coldstream.kernels.cuda.kernel_loading import KernelLoading
 from coldstream.kernels.cuda.link import measure_handshake, measure_link, measure_products
 from coldstream.kernels.cuda.runtime import allocations, copies, streams
-from coldstream.kernels.experts.cpu_rates import measure_expert_rates
+from coldstream.kernels.experts.cpu_rates import measure_expert_rates, written_codes
 from coldstream.kernels.experts.gpu_rates import (
     LAUNCHES,
     LayerShape,
@@ -74,15 +74,16 @@ class Clock:
 def machine_rates(clock: Clock, hardware: Hardware) -> Hardware:
     """The machine with its rates, in the order of `measure_rates`."""
     threads = hardware.num_physical_cores
-    link = clock.timed("reading, and the bus", lambda: measure_link(threads, hardware.reader_bytes))
+    codes = clock.timed("memory", lambda: written_codes(threads, hardware.measured_bytes))
+    link = clock.timed("reading, and the bus", lambda: measure_link(threads, codes))
     products = clock.timed("products of types", lambda: measure_product_rates(threads))
-    row = clock.timed("weights in RAM", lambda: RowProduct(threads, hardware.reader_bytes))
-    row_rate = clock.timed("a row", row.bytes_per_s)
+    row = RowProduct(threads, codes)
+    row_rate = clock.timed("a row of weights in RAM", row.bytes_per_s)
     mixers = clock.timed("what is between products", lambda: measure_mixer_rates(threads, row.run))
     handshake_s = clock.timed("handshake", lambda: min(measure_handshake(threads) for _ in range(3)))
-    experts = clock.timed("experts", lambda: measure_expert_rates(threads, hardware.reader_bytes))
+    experts = clock.timed("experts", lambda: measure_expert_rates(threads, codes))
     steps = [
-        clock.timed(f"steps, {turn}", lambda: measure_step_rates(threads, hardware.reader_bytes))
+        clock.timed(f"steps, {turn}", lambda: measure_step_rates(threads, codes))
         for turn in ("first", "second")
     ]
     assert hardware.gpu is not None
@@ -210,7 +211,8 @@ def measured(clock: Clock) -> Row:
 
     clock.timed("loading kernels", load)
     hardware = machine_rates(clock, hardware)
-    with closing(MeasuredLayers(hardware.reader_bytes, LayerShape())) as layers:
+    codes = written_codes(threads, hardware.measured_bytes)
+    with closing(MeasuredLayers(codes, LayerShape())) as layers:
         by_number = clock.timed("layers by number", lambda: list(layers_by_number(layers, threads)))
         thread = clock.timed("the launching thread", lambda: thread_seconds(layers))
     return {

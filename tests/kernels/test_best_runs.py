@@ -32,16 +32,17 @@ def test_rates_are_alike_when_three_are_near_the_best(rates: list[float]) -> Non
     ("seconds", "num_runs", "found"),
     [
         pytest.param((9, 1, 1, 1), 4, 1, id="quiet"),
-        pytest.param((1, 3, 3.1, 2, 2, 1, 1, 1), 8, 1, id="disturbed, then three that are alike"),
+        pytest.param((1, 1, 1, 0.5), 3, 1, id="quiet, without caches to fill"),
+        pytest.param((5, 3, 3.1, 2, 2, 1, 1, 1), 8, 1, id="disturbed, then three that are alike"),
         pytest.param((9, 5, 5, 5, 1), 4, 5, id="disturbed alike, which nothing shows"),
-        pytest.param((1, 8, 4, 2, 1), 6, 1, id="no time for more"),
-        pytest.param((1, 90, 40, 20), 4, 20, id="three runs in any case"),
+        pytest.param((9, 8, 4, 3, 2, 1), 5, 2, id="no time for more"),
+        pytest.param((80, 90, 40, 20), 3, 40, id="three runs in any case"),
     ],
 )
 def test_runs_go_on_until_three_are_alike(
     monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, ...], num_runs: int, found: float
 ) -> None:
-    """The first run, which fills caches, does not count."""
+    """The first run, which fills caches, takes nothing of the time that there is."""
     clock = Clock(monkeypatch, *seconds)
     assert best_seconds(clock.run, 0.0, 16) == pytest.approx(found)
     assert clock.num_runs == num_runs

@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc, best_runs
 from coldstream.kernels.dequantize.reference import dequantize
-from coldstream.kernels.experts.cpu_rates import experts_of_rows, measure_expert_rates, random_codes
+from coldstream.kernels.experts.cpu_rates import (
+    experts_of_rows,
+    measure_expert_rates,
+    random_codes,
+    written_codes,
+)
 from coldstream.kernels.experts.shapes import EXPERT_ROWS
 from coldstream.kernels.quant_tensor import QuantTensor
 
@@ -37,14 +42,14 @@ def test_rates_are_bytes_of_experts_by_the_time_of_the_best_run(monkeypatch: pyt
 
     monkeypatch.setattr(_csrc, "routed_experts", run)
     monkeypatch.setattr(best_runs.time, "perf_counter", lambda: now[0])
-    rates = measure_expert_rates(1, 40 * EXPERT_BYTES + 1)
+    rates = measure_expert_rates(1, np.empty(40 * EXPERT_BYTES + 1, np.uint8))
     assert rates == pytest.approx([EXPERT_BYTES / rows for rows in EXPERT_ROWS])
     assert max(requests) <= 40 * 8 + 16 * 64, "fewer experts where each has more rows"
     assert requests[0] == 40, "as many as there is memory for"
 
 
 def test_this_machine_is_measured() -> None:
-    rates = measure_expert_rates(1, 0)
+    rates = measure_expert_rates(1, written_codes(1, 16 * EXPERT_BYTES))
     assert len(rates) == len(EXPERT_ROWS)
     assert all(rate > 1e6 for rate in rates)
 

@@ -159,7 +159,7 @@ def test_rates_are_measured_by_what_a_model_uses(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(device, "COPY_BYTES", 2**16)
     monkeypatch.setattr(link, "_PRODUCT_STEPS", 2)
     before = calls.free_memory()
-    rates = measure_link(1, 2**20)
+    rates = measure_link(1, np.ones(2**20, np.uint8))
     assert rates.alone == 60 * 2**16 / 1e-3, "bursts of 0.03 s, by the first two passes"
     assert rates.beside_read == 100 * 2**16 / 1e-3, "bursts of a twentieth of a second"
     assert max(rates.windows) > 0  # not in each: other programs may have the processor
@@ -173,7 +173,7 @@ def test_rates_are_measured_by_what_a_model_uses(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_a_gpu_has_all_rates() -> None:
-    rates = measure_link(2, 2**28)
+    rates = measure_link(2, np.ones(2**28, np.uint8))
     assert 1e9 < rates.beside_read <= 1.1 * rates.alone < 1e12
     assert rates.read_beside > 1e8
     assert 1e-7 < measure_handshake(2) < 1e-3

@@ -2,10 +2,13 @@
 
 import threading
 
+import numpy as np
 import pytest
 
 from coldstream.kernels import memory_readers
 from coldstream.kernels.memory_readers import MemoryReaders
+
+MEMORY = np.ones(1 << 16, np.uint8)
 
 
 def readers_alive() -> int:
@@ -14,12 +17,12 @@ def readers_alive() -> int:
 
 def test_they_read_and_are_gone_afterwards() -> None:
     before = readers_alive()
-    with MemoryReaders.running(2, 1 << 16) as readers:
+    with MemoryReaders.running(2, MEMORY) as readers:
         assert readers_alive() == before + 2
         while readers.num_bytes < 1 << 20:
             pass
     assert readers_alive() == before
-    with pytest.raises(KeyboardInterrupt), MemoryReaders.running(2, 1 << 16):
+    with pytest.raises(KeyboardInterrupt), MemoryReaders.running(2, MEMORY):
         raise KeyboardInterrupt
     assert readers_alive() == before
 
@@ -37,7 +40,7 @@ def test_those_that_were_started_do_not_wait_for_one_that_could_not_be(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", second_fails)
-    with pytest.raises(RuntimeError), MemoryReaders.running(2, 1 << 16):
+    with pytest.raises(RuntimeError), MemoryReaders.running(2, MEMORY):
         raise AssertionError("only one was started")
     assert len(started) == 1
     assert not started[0].is_alive()
@@ -56,7 +59,7 @@ def test_windows_are_read_until_several_agree(
     monkeypatch: pytest.MonkeyPatch, rates: list[float], num_windows: int
 ) -> None:
     """With a clock that goes on by a second in each, in which the readers read so many bytes."""
-    readers, now = MemoryReaders(1, 8), [0.0]
+    readers, now = MemoryReaders(1, MEMORY), [0.0]
     monkeypatch.setattr(MemoryReaders, "num_bytes", property(lambda self: sum(rates[: round(now[0])])))
 
     def sleep(seconds: float) -> None:

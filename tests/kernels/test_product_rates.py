@@ -5,6 +5,7 @@ import pytest
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc, best_runs
+from coldstream.kernels.experts.cpu_rates import written_codes
 from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS, RowProduct, measure_product_rates
 
 
@@ -36,11 +37,11 @@ def test_weights_in_ram_are_their_bytes_by_the_time_of_the_best_run(monkeypatch:
     monkeypatch.setattr(_csrc, "linear", run)
     monkeypatch.setattr(best_runs.time, "perf_counter", lambda: now[0])
     row_bytes = QuantType.Q8_0.row_bytes(2048)
-    assert RowProduct(2, 1000 * row_bytes + 1).bytes_per_s() == 1000 * row_bytes / 2
+    assert RowProduct(2, np.empty(1000 * row_bytes + 1, np.uint8)).bytes_per_s() == 1000 * row_bytes / 2
 
 
 def test_this_machine_is_measured() -> None:
-    assert RowProduct(1, 2**22).bytes_per_s() > 1e6
+    assert RowProduct(1, written_codes(1, 2**22)).bytes_per_s() > 1e6
     rates = measure_product_rates(1)
     assert [len(each) for each in rates] == [len(PRODUCT_ROWS)] * len(QuantType)
     assert all(rate > 1e6 for each in rates for rate in each)

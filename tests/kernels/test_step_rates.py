@@ -15,6 +15,7 @@ from coldstream.kernels.cuda.contents import read
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.runtime import allocations, calls
 from coldstream.kernels.experts import gpu_rates
+from coldstream.kernels.experts.cpu_rates import written_codes
 from coldstream.kernels.experts.gpu_rates import (
     LAUNCHES,
     MOST,
@@ -25,7 +26,7 @@ from coldstream.kernels.experts.gpu_rates import (
 from coldstream.kernels.experts.step_rates import StepRates
 
 SHAPE = LayerShape(256, 256, num_experts=16, cpu_experts=16, num_layers=2, bus_layers=2, prompt_rows=65)
-RAM_BYTES = 2**30
+CODES = written_codes(2, 16 * SHAPE.expert_bytes)
 EXPERT_SERVER = _csrc.ExpertServer
 
 
@@ -44,7 +45,7 @@ def test_what_is_measured_runs_and_all_memory_is_given_back(monkeypatch: pytest.
     # Requests come from the host, which launches nothing for them. Undone before the fixture's own patch is.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_csrc, "ExpertServer", EXPERT_SERVER)
-        rates = measure_step_rates(2, RAM_BYTES, SHAPE)
+        rates = measure_step_rates(2, CODES, SHAPE)
     assert {*gpu_rates._OF_ONE_ROW} < launched
     product = {program.source.name for program, _ in launched - {*gpu_rates._OF_ONE_ROW}}
     assert product == {"gemm.cu"}, "which is compiled before, for the shape that is measured"
@@ -60,7 +61,7 @@ def test_what_is_measured_runs_and_all_memory_is_given_back(monkeypatch: pytest.
 @pytest.mark.usefixtures("gpu")
 def test_experts_over_the_bus_are_those_in_the_gpus_memory() -> None:
     """Both graphs compute the same sums, of experts that are nonzero."""
-    with closing(MeasuredLayers(RAM_BYTES, SHAPE)) as layers:
+    with closing(MeasuredLayers(CODES, SHAPE)) as layers:
         totals = []
         for stacks in (layers.resident, layers.mapped):
             layers.step(stacks, 3, SHAPE.num_layers)()

@@ -177,7 +177,7 @@ def test_a_run_far_faster_than_the_kept_rate_has_the_machine_measured_again(
     path = tmp_path / "hardware.json"
     here = Hardware.measure()
     assert not reconsider_rates(here, of_ram(1e12), path)  # nothing is kept that could be wrong
-    monkeypatch.setattr(machine, "read_windows", lambda threads, num_bytes: [1e10])
+    monkeypatch.setattr(machine, "read_windows", lambda threads, memory: [1e10])
     measured_hardware(None, path=path)
     keep(path, 1e9)
     assert not reconsider_rates(here, of_ram(1.4e9), path)
@@ -185,7 +185,7 @@ def test_a_run_far_faster_than_the_kept_rate_has_the_machine_measured_again(
     assert measured_hardware(None, path=path).read_bytes_per_s == 1e10
     assert not reconsider_rates(here, of_ram(6e10), path)  # from a cache: memory was not found to be faster
     assert reconsider_rates(here, of_ram(8e10), path)
-    monkeypatch.setattr(machine, "read_windows", lambda threads, num_bytes: [1e9])
+    monkeypatch.setattr(machine, "read_windows", lambda threads, memory: [1e9])
     assert reconsider_rates(here, of_ram(2e11), path)
     assert measured_hardware(None, path=path).read_bytes_per_s == 1e10  # the better of both
 
@@ -204,20 +204,20 @@ class MeasuredGpu:
         self.num_measured = self.num_steps_measured = 0
         monkeypatch.setattr(machine, "measure_product_rates", lambda threads: self.product_rates)
         row = SimpleNamespace(bytes_per_s=lambda: self.row_rate, run=lambda: None)
-        monkeypatch.setattr(machine, "RowProduct", lambda threads, num_bytes: row)
+        monkeypatch.setattr(machine, "RowProduct", lambda threads, codes: row)
         monkeypatch.setattr(machine, "measure_mixer_rates", lambda threads, read_weights: self.mixers)
-        monkeypatch.setattr(machine, "read_windows", lambda threads, num_bytes: [*self.windows])
+        monkeypatch.setattr(machine, "read_windows", lambda threads, memory: [*self.windows])
         monkeypatch.setattr(machine, "measure_copy_bandwidth", self.measure_copy)
         monkeypatch.setattr(link, "measure_products", lambda: self.products)
         monkeypatch.setattr(link, "measure_link", self.measure_link)
         monkeypatch.setattr(link, "measure_handshake", lambda threads: next(self.handshakes))
-        monkeypatch.setattr(cpu_rates, "measure_expert_rates", lambda threads, num_bytes: self.expert_rates)
+        monkeypatch.setattr(cpu_rates, "measure_expert_rates", lambda threads, codes: self.expert_rates)
         monkeypatch.setattr(gpu_rates, "measure_step_rates", self.measure_steps)
 
-    def measure_link(self, threads: int, num_bytes: int) -> LinkRates:
+    def measure_link(self, threads: int, memory: object) -> LinkRates:
         return replace(self.link, windows=tuple(self.windows))
 
-    def measure_steps(self, threads: int, num_bytes: int) -> StepRates:
+    def measure_steps(self, threads: int, codes: object) -> StepRates:
         self.num_steps_measured += 1
         return self.steps
 

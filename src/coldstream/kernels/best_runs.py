@@ -15,18 +15,16 @@ def are_alike(rates: Sequence[float]) -> bool:
 
 
 def best_seconds(run: Callable[[], object], least_s: float, most_s: float) -> float:
-    """The shortest time of `run`, after one that fills caches.
+    """The shortest time of `run`.
 
-    There are three runs or more: until they have taken `least_s` and the best are alike, or taken `most_s`.
+    There are three runs or more: until those behind the first have taken `least_s` and the best are alike, or
+    taken `most_s`. The first one fills caches, so it is one of the best only where there are none to fill.
     """
-    run()
     times: list[float] = []
-    spent = 0.0
-    while len(times) < FEWEST_RUNS or spent < most_s:
-        if spent >= least_s and are_alike([1 / each for each in times]):
+    while len(times) < FEWEST_RUNS or sum(times[1:]) < most_s:
+        if sum(times[1:]) >= least_s and are_alike([1 / each for each in times]):
             break
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
-        spent += times[-1]
     return min(times)

@@ -16,18 +16,20 @@ _NUM_WINDOWS = 24  # at most, over a second, as other programs come and go
 
 
 class MemoryReaders:
-    """Threads that read a buffer over and over until the context ends.
+    """Threads that read memory over and over until the context ends.
 
-    Each first fills its own share of 64-bit words, as one thread would take a second for all, and then
-    takes its maximum, a loop that memory bounds.
+    Each takes the maximum of its own share of 64-bit words, a loop that memory bounds.
     """
 
-    def __init__(self, num_threads: int, num_bytes: int) -> None:
+    def __init__(self, num_threads: int, memory: Any) -> None:
+        """memory: an array of so many bytes that eight divide them, all of which were written: the system has
+        one page for all of its pages that were not.
+        """
         import numpy as np
 
-        words = np.empty(max(num_threads, num_bytes // 8), dtype=np.int64)
+        words = memory.view(np.int64)
         self._counts = [0] * num_threads
-        self._filled = threading.Barrier(num_threads + 1)
+        self._started = threading.Barrier(num_threads + 1)
         self._stopped = threading.Event()
         self._threads = [
             threading.Thread(target=self._read, args=(index, share))
@@ -36,19 +38,19 @@ class MemoryReaders:
 
     @classmethod
     @contextmanager
-    def running(cls, num_threads: int, num_bytes: int) -> "Iterator[MemoryReaders]":
+    def running(cls, num_threads: int, memory: Any) -> "Iterator[MemoryReaders]":
         """A context with running readers."""
-        readers = cls(num_threads, num_bytes)
+        readers = cls(num_threads, memory)
         started = []
         try:
             for thread in readers._threads:
                 thread.start()
                 started.append(thread)
-            readers._filled.wait()
+            readers._started.wait()
             yield readers
         finally:
             readers._stopped.set()
-            readers._filled.abort()  # or some would wait for others that could not be started
+            readers._started.abort()  # or some would wait for others that could not be started
             for thread in started:
                 thread.join()
 
@@ -70,9 +72,8 @@ class MemoryReaders:
         return rates
 
     def _read(self, index: int, share: Any) -> None:
-        share.fill(1)
         with suppress(threading.BrokenBarrierError):
-            self._filled.wait()
+            self._started.wait()
         while not self._stopped.is_set():
             for start in range(0, len(share), _PIECE_WORDS):
                 piece = share[start : start + _PIECE_WORDS]

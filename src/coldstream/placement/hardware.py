@@ -10,13 +10,16 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from coldstream.kernels.experts.cpu_rates import written_codes
 from coldstream.kernels.experts.step_rates import StepRates
 from coldstream.kernels.memory_readers import MemoryReaders
 from coldstream.kernels.mixer_rates import MixerRates
 from coldstream.placement.conditions import Conditions
 
 _BUFFER_BYTES = 2**30  # servers have caches of hundreds of megabytes
+_LEAST_BYTES = 2**25  # for sixteen experts
 _FALLBACK_RAM_BYTES = 4 * 2**30
 
 
@@ -88,7 +91,7 @@ class Hardware:
 
     def with_bandwidth(self, num_threads: int) -> "Hardware":
         """The same machine with `read_bytes_per_s` measured by `num_threads` threads, in a second or two."""
-        return replace(self, read_bytes_per_s=measure_read_bandwidth(num_threads, self.reader_bytes))
+        return replace(self, read_bytes_per_s=measure_read_bandwidth(num_threads, self.measured_bytes))
 
     @property
     def is_disturbed(self) -> bool:
@@ -108,19 +111,19 @@ class Hardware:
         return (self, self.gpu) if self.gpu else (self,)
 
     @property
-    def reader_bytes(self) -> int:
-        """Memory to read for a measurement: beyond any cache, and a modest part of what is free."""
-        return min(_BUFFER_BYTES, self.ram_available_bytes // 8)
+    def measured_bytes(self) -> int:
+        """Memory to read for measurements: beyond any cache, and a modest part of what is free."""
+        return max(_LEAST_BYTES, min(_BUFFER_BYTES, self.ram_available_bytes // 8)) // 8 * 8
 
 
 def measure_read_bandwidth(num_threads: int, num_bytes: int = _BUFFER_BYTES) -> float:
     """Bytes per second that `num_threads` threads read from memory together: the best of several windows."""
-    return max(read_windows(num_threads, num_bytes))
+    return max(read_windows(num_threads, written_codes(num_threads, num_bytes)))
 
 
-def read_windows(num_threads: int, num_bytes: int = _BUFFER_BYTES) -> list[float]:
-    """`MemoryReaders.windows` of so many threads."""
-    with MemoryReaders.running(num_threads, num_bytes) as readers:
+def read_windows(num_threads: int, memory: Any) -> list[float]:
+    """`MemoryReaders.windows` of so many threads that read an array of bytes."""
+    with MemoryReaders.running(num_threads, memory) as readers:
         return readers.windows()
 
 

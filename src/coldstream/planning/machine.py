@@ -16,6 +16,7 @@ from typing import Final
 from coldstream.errors import DeviceError, OutOfMemoryError, StorageError
 from coldstream.kernels.cuda.device import Gpu, measure_copy_bandwidth
 from coldstream.kernels.cuda.driver import driver_version
+from coldstream.kernels.experts.cpu_rates import Codes, written_codes
 from coldstream.kernels.experts.step_rates import StepRates
 from coldstream.kernels.linear.cpu_rates import RowProduct, measure_product_rates
 from coldstream.kernels.mixer_rates import MixerRates, measure_mixer_rates
@@ -150,7 +151,7 @@ def _completed(stored: Hardware, path: Path | None) -> Hardware:
     watch, gpu = LoadWatch(affinity()), stored.gpu
     assert gpu is not None
     with suppress(DeviceError, OutOfMemoryError):
-        gpu = replace(gpu, steps=_measured_steps(stored))
+        gpu = replace(gpu, steps=_measured_steps(stored, _written(stored)))
     if gpu.steps is None:
         return stored
     conditions = watch.conditions()
@@ -162,11 +163,16 @@ def _completed(stored: Hardware, path: Path | None) -> Hardware:
     return stored
 
 
-def _measured_steps(hardware: Hardware) -> StepRates | None:
+def _written(hardware: Hardware) -> Codes:
+    """Memory that measurements of `hardware` read one after the other."""
+    return written_codes(hardware.num_physical_cores, hardware.measured_bytes)
+
+
+def _measured_steps(hardware: Hardware, codes: Codes) -> StepRates | None:
     """None for figures that no machine has. Raises DeviceError, OutOfMemoryError."""
     from coldstream.kernels.experts.gpu_rates import measure_step_rates
 
-    steps = measure_step_rates(hardware.num_physical_cores, hardware.reader_bytes)
+    steps = measure_step_rates(hardware.num_physical_cores, codes)
     return steps if steps.is_sane else None
 
 
@@ -296,11 +302,12 @@ def measure_rates(hardware: Hardware, progress: Progress | None = None) -> Hardw
     report("measuring this machine", 0, 6)
     now, watch = datetime.now(UTC).strftime(DATE_FORMAT), LoadWatch(affinity())
     windows: Sequence[float]
+    codes = _written(hardware)
     if hardware.gpu is None:
-        gpu, windows = None, read_windows(threads, hardware.reader_bytes)
+        gpu, windows = None, read_windows(threads, codes)
     else:  # the same readers, beside the bus and without it
-        gpu, windows = _measured_gpu(hardware, hardware.gpu, report)
-    products, row = measure_product_rates(threads), RowProduct(threads, hardware.reader_bytes)
+        gpu, windows = _measured_gpu(hardware, hardware.gpu, codes, report)
+    products, row = measure_product_rates(threads), RowProduct(threads, codes)
     row_rate, mixers = row.bytes_per_s(), measure_mixer_rates(threads, row.run)
     conditions = watch.conditions(windows)
     return replace(
@@ -316,7 +323,7 @@ def measure_rates(hardware: Hardware, progress: Progress | None = None) -> Hardw
 
 
 def _measured_gpu(
-    hardware: Hardware, gpu: GpuHardware, report: Progress
+    hardware: Hardware, gpu: GpuHardware, codes: Codes, report: Progress
 ) -> tuple[GpuHardware, Sequence[float]]:
     """The GPU of `hardware` with its rates, and those of the bus and of the CPU beside it; and the rates of
     reading without them.
@@ -326,17 +333,17 @@ def _measured_gpu(
 
     threads = hardware.num_physical_cores
     report("measuring this machine", 1, 6)
-    link = measure_link(threads, hardware.reader_bytes)
+    link = measure_link(threads, codes)
     report("measuring this machine", 2, 6)
     handshake_s: float | None = None
     with suppress(DeviceError):  # a driver without such operations; the GPU's work does not depend on them
         handshake_s = min(measure_handshake(threads) for _ in range(_NUM_HANDSHAKES))
     report("measuring this machine", 3, 6)
-    expert_rates = measure_expert_rates(threads, hardware.reader_bytes)
+    expert_rates = measure_expert_rates(threads, codes)
     report("measuring this machine", 4, 6)
     steps: StepRates | None = None
     with suppress(DeviceError, OutOfMemoryError):  # estimates stay in their place
-        steps = _measured_steps(hardware)
+        steps = _measured_steps(hardware, codes)
     report("measuring this machine", 5, 6)
     measured = replace(
         gpu,

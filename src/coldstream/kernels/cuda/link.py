@@ -54,10 +54,10 @@ class LinkRates:
     windows: Sequence[float] = ()  # what they read without copies: `MemoryReaders.windows`
 
 
-def measure_link(num_threads: int, reader_bytes: int) -> LinkRates:
+def measure_link(num_threads: int, memory: Array) -> LinkRates:
     """Rates of copies of expert-sized pieces, beside `num_threads` readers; the best of three. Half a second.
 
-    reader_bytes: memory that the threads read, beyond any cache. Raises DeviceError, OutOfMemoryError.
+    memory: what the threads read, beyond any cache. Raises DeviceError, OutOfMemoryError.
     """
     with device_errors():
         source = allocations.page_locked((BUFFER_BYTES,), "uint8")
@@ -70,7 +70,7 @@ def measure_link(num_threads: int, reader_bytes: int) -> LinkRates:
             num_passes * BUFFER_BYTES / _copy_for(source, target, num_passes) for _ in range(NUM_BURSTS)
         )
         both = []
-        with MemoryReaders.running(num_threads, reader_bytes) as readers:
+        with MemoryReaders.running(num_threads, memory) as readers:
             windows = readers.windows()
             for _ in range(NUM_BURSTS):
                 before, start = readers.num_bytes, time.perf_counter()

@@ -17,6 +17,7 @@ from coldstream.kernels.best_runs import best_seconds
 from coldstream.kernels.experts.shapes import EXPERT_ROWS, MATRICES, MEASURED_TYPE
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
+Codes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 _HIDDEN, _FEED_FORWARD, _RANKS = 2048, 512, 8  # of Qwen3.5-35B-A3B
 _EXPERTS, _FEWEST_EXPERTS = 384, 16  # two thirds of a gigabyte: servers' caches hold half of one
@@ -31,7 +32,7 @@ def random_weight(
     return _csrc.Weight.from_array(data, int(quant_type), num_rows, num_cols, num_matrices)
 
 
-def random_codes(quant_type: QuantType, num_bytes: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+def random_codes(quant_type: QuantType, num_bytes: int) -> Codes:
     """Blocks of random codes under small positive scales, wherever in a block the type keeps them: uint8.
 
     No scale is near the ends of float32. Some processors take a hundred times as long for a product that is
@@ -60,11 +61,10 @@ def _pattern() -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
 
 
 def random_experts(
-    num_threads: int, num_experts: int, hidden: int, feed_forward: int
+    codes: Codes, num_experts: int, hidden: int, feed_forward: int
 ) -> tuple["_csrc.Weight", "_csrc.Weight", "_csrc.Weight"]:
-    """Gate, up and down of so many experts of MEASURED_TYPE, written by so many threads."""
+    """Gate, up and down of so many experts of MEASURED_TYPE, of the first codes."""
     size = num_experts * MEASURED_TYPE.row_bytes(hidden) * feed_forward
-    codes = written_codes(MEASURED_TYPE, MATRICES * size, num_threads)
     gate, up, down = (
         _csrc.Weight.from_array(
             codes[number * size : (number + 1) * size], int(MEASURED_TYPE), rows, cols, num_experts
@@ -76,19 +76,19 @@ def random_experts(
     return gate, up, down
 
 
-def written_codes(
-    quant_type: QuantType, num_bytes: int, num_threads: int
-) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-    """`random_codes` that so many threads write."""
+def written_codes(num_threads: int, num_bytes: int) -> Codes:
+    """`random_codes` of any type with float16 scales, that so many threads write.
+
+    One measurement after the other reads them, as writing memory for each takes longer than most of these.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
     codes = np.empty(num_bytes, np.uint8)
-    _pattern()  # of which the threads make copies
-    blocks = num_bytes // quant_type.block_bytes
-    bounds = [quant_type.block_bytes * (blocks * part // num_threads) for part in range(num_threads + 1)]
+    length = len(_pattern())  # of which the threads make copies
+    bounds = [length * (num_bytes // length * part // num_threads) for part in range(num_threads)]
     with ThreadPoolExecutor(num_threads) as pool:
-        parts = (codes[begin:end] for begin, end in pairwise(bounds))
-        list(pool.map(partial(write_random_codes, quant_type), parts))
+        parts = (codes[begin:end] for begin, end in pairwise([*bounds, num_bytes]))
+        list(pool.map(partial(write_random_codes, MEASURED_TYPE), parts))
     return codes
 
 
@@ -111,15 +111,15 @@ def experts_run(
     return partial(_csrc.routed_experts, runtime, x, ids, *weights, out)
 
 
-def measure_expert_rates(num_threads: int, num_bytes: int) -> tuple[float, ...]:
+def measure_expert_rates(num_threads: int, codes: Codes) -> tuple[float, ...]:
     """Bytes of weights a second of experts that have 1, 2, 4, … rows each (`EXPERT_ROWS`).
 
-    num_bytes: memory that may be taken for weights. Longer, with fewer experts, where each has more rows.
+    codes: `written_codes` for the weights. Longer, with fewer experts, where each has more rows.
     """
     runtime = _csrc.Runtime(num_threads)
     expert_bytes = MATRICES * MEASURED_TYPE.row_bytes(_HIDDEN) * _FEED_FORWARD
-    most = max(_FEWEST_EXPERTS, min(_EXPERTS, num_bytes // expert_bytes // _RANKS * _RANKS))
-    gate, up, down = random_experts(num_threads, most, _HIDDEN, _FEED_FORWARD)
+    most = max(_FEWEST_EXPERTS, min(_EXPERTS, len(codes) // expert_bytes // _RANKS * _RANKS))
+    gate, up, down = random_experts(codes, most, _HIDDEN, _FEED_FORWARD)
     rates = []
     for rows in EXPERT_ROWS:
         num_experts = max(_FEWEST_EXPERTS, most // max(1, rows // _RANKS))

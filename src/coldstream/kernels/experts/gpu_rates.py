@@ -24,7 +24,7 @@ from coldstream.kernels.cuda.skinny_shapes import instance_for
 from coldstream.kernels.cuda_ops import CudaOps
 from coldstream.kernels.experts import cuda as experts_gemv
 from coldstream.kernels.experts import stage
-from coldstream.kernels.experts.cpu_rates import random_experts, write_random_codes
+from coldstream.kernels.experts.cpu_rates import Codes, random_experts, write_random_codes
 from coldstream.kernels.experts.partition import ExpertPlaces, Staging
 from coldstream.kernels.experts.request_rates import ExpertRequests
 from coldstream.kernels.experts.shapes import MATRICES, MEASURED_TYPE
@@ -94,12 +94,13 @@ def needed_kernels() -> Noted:
     return {*_OF_ONE_ROW, *_planned_prompt(LayerShape(), notes_kernels=True)[1]}
 
 
-def measure_step_rates(num_threads: int, num_bytes: int, shape: LayerShape | None = None) -> StepRates:
-    """Rates of steps, in half a second. num_bytes: of RAM, and of page-locked RAM, that weights may take.
+def measure_step_rates(num_threads: int, codes: Codes, shape: LayerShape | None = None) -> StepRates:
+    """Rates of steps, in half a second. codes: `written_codes` for the CPU's weights; page-locked RAM may
+    take as many bytes.
 
     Raises DeviceError, OutOfMemoryError.
     """
-    with device_errors(), closing(MeasuredLayers(num_bytes, shape or LayerShape())) as layers:
+    with device_errors(), closing(MeasuredLayers(codes, shape or LayerShape())) as layers:
         return _rates_of(layers, num_threads)
 
 
@@ -156,9 +157,9 @@ class MeasuredLayers:
     OutOfMemoryError.
     """
 
-    def __init__(self, num_bytes: int, shape: LayerShape) -> None:
-        self.shape, self._num_bytes = shape, num_bytes
-        room = min(num_bytes, calls.free_memory()[0] // 4) // shape.expert_bytes
+    def __init__(self, codes: Codes, shape: LayerShape) -> None:
+        self.shape, self._cpu_codes = shape, codes
+        room = min(len(codes), calls.free_memory()[0] // 4) // shape.expert_bytes
         self.num_experts = max(shape.fewest_experts, min(shape.num_experts, room))
         stack_bytes = self.num_experts * shape.matrix_bytes
         self._ram = [allocations.page_locked((stack_bytes,), "uint8") for _ in range(MATRICES)]
@@ -262,9 +263,9 @@ class MeasuredLayers:
         of a layer of `graph`. A model's has three times its launches.
         """
         shape = self.shape
-        most = min(shape.cpu_experts, self._num_bytes // shape.expert_bytes)
+        most = min(shape.cpu_experts, len(self._cpu_codes) // shape.expert_bytes)
         num_experts = max(shape.fewest_experts, most)
-        weights = random_experts(num_threads, num_experts, shape.hidden, shape.feed_forward)
+        weights = random_experts(self._cpu_codes, num_experts, shape.hidden, shape.feed_forward)
         return ExpertRequests.running(max(1, num_threads - 1), weights, MOST, _LAYERS_OF_PAUSE * layer_s)
 
     def _choice(self, turn: int, number: int) -> Array:

@@ -14,7 +14,7 @@ import numpy as np
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels import _csrc
 from coldstream.kernels.best_runs import best_seconds
-from coldstream.kernels.experts.cpu_rates import write_random_codes, written_codes
+from coldstream.kernels.experts.cpu_rates import Codes, write_random_codes
 
 Array = np.ndarray[Any, Any]
 
@@ -44,13 +44,13 @@ def measure_product_rates(num_threads: int) -> tuple[tuple[float, ...], ...]:
 class RowProduct:
     """A product of weights in RAM with one row, of so many threads.
 
-    num_bytes: memory that may be taken for the weights. They are more than caches hold, if that is enough.
+    codes: `written_codes` for the weights. They are more than caches hold, if there are as many.
     """
 
-    def __init__(self, num_threads: int, num_bytes: int) -> None:
+    def __init__(self, num_threads: int, codes: Codes) -> None:
         row_bytes = _IN_RAM.row_bytes(_COLS)
-        num_weights = max(num_threads, min(_IN_RAM_BYTES, num_bytes) // row_bytes)
-        codes = written_codes(_IN_RAM, num_weights * row_bytes, num_threads)
+        num_weights = min(_IN_RAM_BYTES, len(codes)) // row_bytes
+        codes = codes[: num_weights * row_bytes]
         weight = _csrc.Weight.from_array(codes, int(_IN_RAM), num_weights, _COLS)
         x = np.random.default_rng(1).standard_normal((1, _COLS), dtype=np.float32)
         out = np.empty((1, num_weights), np.float32)
