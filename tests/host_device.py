@@ -147,7 +147,7 @@ class HostDevice:
 
     def _shared_kib(self, source: Path) -> int:
         """What a block may take: of some kernels tests launch what is for Hopper."""
-        has_more = "warpgroups" in source.stem or source.stem in ("merge", "gemm")
+        has_more = "warpgroups" in source.stem or source.stem in ("merge", "gemm", "token")
         return HOPPER_KIB if has_more and self.limits is LIMITS else self.limits.shared_per_block >> 10
 
     def _compiled(self, name: str, sources: Sequence[Path], options: Sequence[str | Path]) -> Path:

@@ -39,6 +39,13 @@ inline void order_with_copies() {}
 
 inline void add_release(uint32_t* counter, uint32_t value) { *counter += value; }
 inline uint32_t add_and_look(uint32_t* counter, uint32_t value) { return (*counter += value) - value; }
+inline void store_relaxed(float* to, float x) { *to = x; }
+// Others run before who finds nothing looks again.
+template <class T>
+T load_relaxed(const T* from) {
+  __nanosleep(1);
+  return *from;
+}
 inline void pause(int ns) { __nanosleep(ns > 0 ? ns : 1); }
 // Of the clock's ticks, which is a million nanoseconds.
 inline uint32_t cycles() { return uint32_t(look_at_clock() / 1'000'000); }

@@ -1,0 +1,445 @@
+// The layers of a token in one launch: every block stays, and does what a list of its own says. Results are
+// the bits of the launches of one row, whose device functions do the arithmetic. program.py makes the lists,
+// and simulator.py checks them.
+//
+// A block has eight warps that compute (consumers), and one for each ring of stages, which copies pieces of
+// weights ahead of their use (producers). Who fills the ring of the chosen experts also chooses them, for its
+// block.
+#include "cuda/answer.cuh"
+#include "cuda/products_gemv.cuh"
+#include "persistent/token.cuh"
+#include "rms_norm/expert_sum.cuh"
+#include "rms_norm/norm_row.cuh"
+#include "router/choose.cuh"
+
+extern __shared__ float4 dynamic_shared[];
+
+namespace coldstream {
+
+constexpr int consumer_warps = 8, token_warps = consumer_warps + max_rings;
+constexpr int num_consumers = consumer_warps * warp_size;
+constexpr int experts_a_lane = 8;
+
+struct Choosing {
+  int ids[most_chosen];
+  float weights[most_chosen];
+  uint64_t scratch[scratch_numbers<experts_a_lane>];
+};
+
+// The same for all threads of a block.
+struct TokenPlaces {
+  uint32_t rings[max_rings];
+  uint8_t* rows;
+  const LayerWeights* layers;
+  const MatrixShape* shapes;
+  const BlockLists* lists;
+  const Step* steps;
+  const Piece* pieces;
+};
+
+__device__ __forceinline__ void meet_consumers() { meet_at<num_consumers>(1); }
+
+// ---- words that say by themselves that they are there
+
+// Until it is written, or the launch's time is over.
+__device__ __forceinline__ float look(const float* from, Watch& watch) {
+  for (int tries = 1;; tries++) {
+    const float x = load_relaxed(from);
+    if (__float_as_uint(x) != unwritten_bits || watch.failed) return x;
+    if (tries % looks_a_time == 0 && watch.is_late(-1)) return x;
+  }
+}
+
+// The same of some at once. is_patient: looks at the first alone until that is there, which reads less.
+template <int count>
+__device__ __forceinline__ void look(const float4* const (&from)[count], float4 (&x)[count], bool is_patient,
+                                     Watch& watch) {
+  if (is_patient) look(reinterpret_cast<const float*>(from[0]), watch);
+  for (int tries = 1;; tries++) {
+    bool is_there = true;
+#pragma unroll
+    for (int i = 0; i < count; i++) x[i] = load_relaxed(from[i]);
+#pragma unroll
+    for (int i = 0; i < count; i++) is_there &= is_written(x[i]);
+    if (is_there || watch.failed) return;
+    if (tries % looks_a_time == 0 && watch.is_late(-1)) return;
+  }
+}
+
+// ---- producers
+
+template <bool by_words>
+struct Producer {
+  const TokenProgram& p;
+  const TokenPlaces& at;
+  Choosing& choosing;
+  FilledRing ring;
+  Watch watch;
+
+  // The chosen expert whose rank is the lane's number.
+  __device__ int choose() {
+    const float* logits = p.activations + watch.layer * p.layer_words + p.logits;
+    if constexpr (by_words) {
+      for (int i = threadIdx.x % warp_size; i < p.num_experts; i += warp_size) look(logits + i, watch);
+      watch.failed = __any_sync(all_lanes, watch.failed);
+    }
+    const Choice choice = {choosing.ids, choosing.weights, p.chosen};
+    const int id = choose_experts<experts_a_lane>(logits, p.num_experts, choosing.scratch, choice);
+    __syncwarp();
+    return id;
+  }
+
+  __device__ bool copy(const Piece& piece, const LayerWeights& layer, int id) {
+    const int lane = threadIdx.x % warp_size;
+    const uint8_t* from = layer.matrices[piece.matrix] + piece.offset + lane * int64_t(piece.from_stride);
+    const int own_id = __shfl_sync(all_lanes, id, (max(piece.rank, 0) + lane) % warp_size);
+    if (piece.rank >= 0) from += int64_t(own_id) * piece.expert_bytes;
+    if (!ring.wait(watch)) return false;
+    const uint32_t full = ring.full();
+    if (lane == 0) expect_bytes(full, piece.copies * piece.copy_bytes);
+    __syncwarp();
+    if (lane < piece.copies) copy_bulk(ring.stage() + lane * piece.to_stride, from, piece.copy_bytes, full);
+    __syncwarp();
+    ring.advance();
+    return true;
+  }
+
+  __device__ void run(int number) {
+    for (int layer = 0; layer < p.num_layers && !watch.failed; layer++) {
+      const LayerWeights& weights = at.layers[layer];
+      const BlockLists& lists = at.lists[weights.kind];
+      watch.layer = layer;
+      int id = 0;
+      bool has_ids = false;
+      for (int i = 0; i < lists.num_pieces[number]; i++) {
+        const Piece& piece = at.pieces[lists.first_piece[number] + i];
+        if (!by_words && !wait_counter<true>(p.counters, piece.wait, piece.target, watch)) break;
+        if (piece.rank >= 0 && !has_ids) id = choose(), has_ids = true;
+        if (!copy(piece, weights, id)) break;
+      }
+    }
+    ring.drain(watch);
+  }
+};
+
+// ---- consumers
+
+// The sum of a row of the unit that begins at `rows`; see LaneRow for whose row that is. A call, as its code
+// is long. codes: of the quantised inputs of `groups` groups; values: the same as floats.
+template <Types types>
+__device__ __noinline__ float unit_sum(const MatrixShape* shape, const uint8_t* rows, uint8_t* codes,
+                                       int groups, const float* values) {
+  const Inputs x = {shared_row(codes, groups), values, 0, 1, nullptr};
+  float sum[1] = {0.0f};
+#pragma unroll 1
+  for (int pass = 0; pass < shape->num_passes; pass++) {
+    const Staged staged = {rows + pass * shape->pass_bytes, 0, shape->stage_stride, 0};
+    add_pass<types, 1, 0>(staged, *shape, pass, x, sum);
+  }
+  if (is_float<types>(shape->type))
+    sum_up_values(sum);
+  else
+    sum[0] = sum_up_groups(sum[0], shape->spread);
+  return sum[0];
+}
+
+template <Types types, bool by_words>
+struct Consumer {
+  const TokenProgram& p;
+  const TokenPlaces& at;
+  RingBarriers* barriers;
+  const Choosing& choosing;
+  Watch watch;
+  Place first, second, third;  // of the rings
+  int turn = 0;                // of the step's units, which warps take in turn
+
+  __device__ int warp() const { return threadIdx.x / warp_size; }
+  __device__ int lane() const { return threadIdx.x % warp_size; }
+  __device__ Place place(int ring) const { return ring == 0 ? first : ring == 1 ? second : third; }
+  __device__ const LayerWeights& weights() const { return at.layers[watch.layer]; }
+  __device__ bool is_own_turn() { return turn++ % consumer_warps == warp(); }
+  // In the activations of the layer, or of the next one.
+  __device__ float* place_of(int word, int behind = 0) const {
+    return p.activations + (watch.layer + behind) * p.layer_words + word;
+  }
+  __device__ void put(float* to, float x) const {
+    if constexpr (by_words)
+      store_relaxed(to, x);
+    else
+      __stcg(to, x);
+  }
+
+  // Vectors that other blocks have written, or will write.
+  template <int count>
+  __device__ void take(const float4* const (&from)[count], float4 (&x)[count]) {
+    if constexpr (by_words) return look(from, x, p.is_patient, watch);
+#pragma unroll
+    for (int i = 0; i < count; i++) x[i] = __ldcg(from[i]);
+  }
+
+  // A ring's stage, so many behind its next one, once its bytes are there.
+  __device__ const uint8_t* stage(int ring, int behind = 0) {
+    Place now = place(ring);
+    for (int i = 0; i < behind; i++) now.advance(p.stages[ring]);
+    wait_phase(shared_address(barriers[ring].full[now.stage]), now.phase, watch);
+    return shared_at(at.rings[ring] + now.stage * p.stage_bytes[ring]);
+  }
+
+  __device__ void leave_stage(int ring) {
+    Place now = place(ring);
+    __syncwarp();
+    if (lane() == 0) arrive_barrier(shared_address(barriers[ring].empty[now.stage]));
+    now.advance(p.stages[ring]);
+    if (ring == 0)
+      first = now;
+    else if (ring == 1)
+      second = now;
+    else
+      third = now;
+  }
+
+  // ---- inputs
+
+  __device__ float* raw() const { return reinterpret_cast<float*>(at.rows + p.rows.raw); }
+  __device__ float* normed() const { return reinterpret_cast<float*>(at.rows + p.rows.normed); }
+  __device__ float* outputs() const { return reinterpret_cast<float*>(at.rows + p.rows.outputs); }
+  __device__ uint8_t* codes() const { return at.rows + p.rows.codes; }
+
+  // The norm of a row, as floats and quantised.
+  __device__ void load_norm_of(const Step& step) {
+    constexpr int at_once = 2;
+    const Norm norm = {weights().vectors[step.vector], p.hidden, p.hidden, p.eps};
+    const float4* const from = reinterpret_cast<const float4*>(place_of(step.source));
+    float* const raw = this->raw();
+    meet_consumers();  // others may still read the row before
+    for (int first = threadIdx.x; first < p.hidden / 4; first += at_once * num_consumers) {
+      const int second = first + num_consumers < p.hidden / 4 ? first + num_consumers : first;
+      const float4* const places[at_once] = {from + first, from + second};
+      float4 x[at_once];
+      take(places, x);
+      reinterpret_cast<float4*>(raw)[first] = x[0];
+      reinterpret_cast<float4*>(raw)[second] = x[1];
+    }
+    meet_consumers();
+    const float scale = inverse_norm(norm, raw);
+    const SharedRow row = shared_row(codes(), p.hidden / group_elements);
+    for (int group = warp(); group < row.groups; group += consumer_warps) {
+      const Eight x = load_eight<true>(raw, group, p.hidden);
+      const Eight w = load_eight<true>(norm.weight, group, p.hidden);
+      float y[8];
+      scale_eight(x, scale, w, y);
+      store_eight<true>(normed(), group, p.hidden, y);
+      keep_group<group_elements>(row, group, quantize_group(y));
+    }
+  }
+
+  __device__ uint8_t* hidden_codes(int slot) const {
+    return at.rows + p.rows.hidden + slot * (p.ffn / group_elements * row_bytes_of_group);
+  }
+
+  // The hidden rows of all chosen experts and the shared one, quantised.
+  __device__ void load_hidden_of(const Step& step) {
+    constexpr int at_once = 3;  // groups of a warp
+    const int groups = p.ffn / group_elements, total = (p.chosen + 1) * groups;
+    const float4* const from = reinterpret_cast<const float4*>(place_of(step.source)) + 2 * lane();
+    for (int first = warp(); first < total; first += at_once * consumer_warps) {
+      const float4* places[2 * at_once];
+      float4 x[2 * at_once];
+#pragma unroll
+      for (int i = 0; i < at_once; i++) {
+        const int group = min(first + i * consumer_warps, total - 1);
+        places[2 * i] = from + group * (group_elements / 4);
+        places[2 * i + 1] = places[2 * i] + 1;
+      }
+      take(places, x);
+#pragma unroll
+      for (int i = 0; i < at_once; i++) {
+        const int at_group = first + i * consumer_warps;
+        if (at_group >= total) break;
+        const int slot = at_group / groups, group = at_group - slot * groups;
+        const float4 low = x[2 * i], high = x[2 * i + 1];
+        const float y[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+        keep_group<group_elements>(shared_row(hidden_codes(slot), groups), group, quantize_group(y));
+      }
+    }
+  }
+
+  // Ends with the consumers together.
+  __device__ void load(const Step& step) {
+    if (step.load == load_norm) load_norm_of(step);
+    if (step.load == load_hidden) load_hidden_of(step);
+    meet_consumers();
+  }
+
+  // ---- products
+
+  // Calls finish(row, sum) in the lanes that have a row of a unit.
+  template <typename Finish>
+  __device__ void finish_unit(const MatrixShape& shape, int first_row, float sum, Finish&& finish) {
+    const LaneRow own(shape);
+    const bool is_values = is_float<types>(shape.type);
+    if (is_values ? lane() == 0 : own.writes) finish(first_row + (is_values ? 0 : own.row), sum);
+  }
+
+  // Of a unit whose inputs are the norm.
+  __device__ float unit_of_norm(const MatrixShape& shape, const uint8_t* rows) const {
+    return unit_sum<types>(&shape, rows, codes(), p.hidden / group_elements, normed());
+  }
+
+  __device__ void run_products(const Step& step) {
+    for (int i = 0; i < step.num_pieces; i++) {
+      const Piece& piece = at.pieces[step.first_piece + i];
+      const MatrixShape& shape = at.shapes[piece.shape];
+      const uint8_t* rows = stage(step.ring);
+      for (int row = 0; row < piece.rows; row += shape.unit_rows) {
+        if (!is_own_turn()) continue;
+        const float sum = unit_of_norm(shape, rows + row * shape.stage_stride);
+        finish_unit(shape, piece.first_row + row, sum,
+                    [&](int r, float y) { put(place_of(step.out + r), y); });
+      }
+      leave_stage(step.ring);
+    }
+  }
+
+  // Pieces of gate and up in turn, of the same rows.
+  __device__ void run_gate_up(const Step& step) {
+    for (int i = 0; i < step.num_pieces; i += 2) {
+      const Piece& piece = at.pieces[step.first_piece + i];
+      const MatrixShape& gate_shape = at.shapes[piece.shape];
+      const MatrixShape& up_shape = at.shapes[at.pieces[step.first_piece + i + 1].shape];
+      const uint8_t* const gates = stage(step.ring);
+      const uint8_t* const ups = stage(step.ring, 1);
+      float* const out = place_of(step.out + piece.slot * p.ffn);
+      for (int row = 0; row < piece.rows; row += gate_shape.unit_rows) {
+        if (!is_own_turn()) continue;
+        const float gate = unit_of_norm(gate_shape, gates + row * gate_shape.stage_stride);
+        const float up = unit_of_norm(up_shape, ups + row * up_shape.stage_stride);
+        finish_unit(gate_shape, piece.first_row + row, up,
+                    [&](int r, float y) { put(out + r, exact_swiglu(gate, y)); });
+      }
+      leave_stage(step.ring);
+      leave_stage(step.ring);
+    }
+  }
+
+  // The same rows of all experts, whose sum is added to the residual.
+  __device__ void run_down(const Step& step) {
+    for (int i = 0; i < step.num_pieces; i++) {
+      const Piece& piece = at.pieces[step.first_piece + i];
+      const MatrixShape& shape = at.shapes[piece.shape];
+      const uint8_t* rows = stage(step.ring);
+      for (int part = 0; part < piece.copies; part++) {
+        const int slot = piece.slot + part;
+        for (int row = 0; row < piece.rows; row += shape.unit_rows) {
+          if (!is_own_turn()) continue;
+          const float sum = unit_sum<types>(&shape, rows + part * piece.to_stride + row * shape.stage_stride,
+                                            hidden_codes(slot), p.ffn / group_elements, nullptr);
+          finish_unit(shape, row, sum, [&](int r, float y) {
+            if (r < piece.rows) outputs()[slot * max_down_rows + r] = y;
+          });
+        }
+      }
+      leave_stage(step.ring);
+    }
+    meet_consumers();
+    const int i = 4 * threadIdx.x;
+    if (i >= step.num_rows) return;
+    const float* const gate_at = place_of(p.logits + p.num_experts);
+    const float gate = by_words ? look(gate_at, watch) : __ldcg(gate_at);
+    const Experts experts = {outputs(), choosing.weights, p.chosen, outputs() + p.chosen * max_down_rows,
+                             &gate,     nullptr,          nullptr};
+    // The row of the norm is the residual.
+    const float4 sum = load_four<true>(raw(), step.first_row + i, p.hidden) +
+                       combine_experts<true, gated_shared>(experts, i, max_down_rows);
+    float* const to = place_of(step.out + step.first_row + i, 1);
+    put(to, sum.x), put(to + 1, sum.y), put(to + 2, sum.z), put(to + 3, sum.w);
+  }
+
+  // What the block wrote can be read by whoever sees the counter.
+  __device__ void raise(const Step& step) {
+    if (by_words) return;
+    meet_consumers();
+    if (threadIdx.x == 0 && step.raise != no_counter) p.counters.raise(watch.layer, step.raise);
+  }
+
+  __device__ void run() {
+    for (int layer = 0; layer < p.num_layers; layer++) {
+      watch.layer = layer;
+      const BlockLists& lists = at.lists[weights().kind];
+      for (int i = 0; i < lists.num_steps; i++) {
+        const Step& step = at.steps[lists.first_step + i];
+        if (!by_words) {
+          if (threadIdx.x == 0) wait_counter<false>(p.counters, step.wait, step.target, watch);
+          meet_consumers();
+        }
+        load(step);
+        turn = 0;
+        if (step.op == op_products) run_products(step);
+        if (step.op == op_gate_up) run_gate_up(step);
+        if (step.op == op_down) run_down(step);
+        raise(step);
+      }
+    }
+  }
+};
+
+// Copies what is read in every layer to shared memory.
+__device__ TokenPlaces place_all(const TokenProgram& p) {
+  TokenPlaces at;
+  uint32_t next = shared_address(dynamic_shared);
+  for (int ring = 0; ring < max_rings; ring++) {
+    at.rings[ring] = next;
+    next += p.stages[ring] * p.stage_bytes[ring];
+  }
+  at.rows = shared_at(next);
+  int* to = reinterpret_cast<int*>(at.rows + p.rows.lists);
+  const BlockLists* lists = p.lists + blockIdx.x * p.num_kinds;
+  const BlockLists& last = lists[p.num_kinds - 1];
+  const int num_steps = last.first_step + last.num_steps - lists->first_step;
+  const int first_piece = lists->first_piece[0];
+  const int num_pieces = last.first_piece[max_rings - 1] + last.num_pieces[max_rings - 1] - first_piece;
+  const auto copy = [&to](const void* from, int bytes) {
+    int* const begin = to;
+    for (int i = threadIdx.x; i < bytes / 4; i += blockDim.x) begin[i] = static_cast<const int*>(from)[i];
+    to += bytes / 4;
+    return begin;
+  };
+  at.layers = reinterpret_cast<LayerWeights*>(copy(p.layers, p.num_layers * int(sizeof(LayerWeights))));
+  at.lists = reinterpret_cast<BlockLists*>(copy(lists, p.num_kinds * int(sizeof(BlockLists))));
+  at.shapes = reinterpret_cast<MatrixShape*>(copy(p.shapes, p.num_shapes * int(sizeof(MatrixShape))));
+  at.steps = reinterpret_cast<Step*>(copy(p.steps + lists->first_step, num_steps * int(sizeof(Step))));
+  at.pieces = reinterpret_cast<Piece*>(copy(p.pieces + first_piece, num_pieces * int(sizeof(Piece))));
+  at.steps -= lists->first_step;
+  at.pieces -= first_piece;
+  return at;
+}
+
+}  // namespace coldstream
+
+using namespace coldstream;
+
+// grid: at most a block for each multiprocessor, all of which run at once. by_words: activations are
+// `unwritten_bits` before, and who reads them waits for them; otherwise blocks wait for counters.
+template <Types types, bool by_words>
+__global__ void __launch_bounds__(token_warps* warp_size, 1)
+    token_layers(const __grid_constant__ TokenProgram p) {
+  __shared__ RingBarriers barriers[max_rings];
+  __shared__ Choosing choosing;
+  __shared__ TokenPlaces at;
+  const Watch watch = {now_ns() + p.limit_ns, p.report, false, 0};
+  const int warp = threadIdx.x / warp_size;
+  if (threadIdx.x == 0) {
+    for (int ring = 0; ring < max_rings; ring++) barriers[ring].init(consumer_warps);
+    publish_barriers();
+  }
+  const TokenPlaces placed = place_all(p);
+  if (threadIdx.x == 0) at = placed;
+  __syncthreads();
+  if (warp < consumer_warps) {
+    Consumer<types, by_words>{p, at, barriers, choosing, watch}.run();
+    return;
+  }
+  const int ring = warp - consumer_warps;
+  const FilledRing filled = {barriers[ring], at.rings[ring], p.stages[ring], p.stage_bytes[ring]};
+  Producer<by_words>{p, at, choosing, filled, watch}.run(ring);
+}
