@@ -70,6 +70,8 @@ struct Piece {
   int rows;          // of each copy
   int row_bytes;
   int lanes;      // that share a row
+  int lane_bits;  // log2 of those within a warp
+  int per_pair;   // 2^16 over the pairs of rows of a copy, rounded up
   int first_row;  // of the matrix
   int slot;       // of the first expert's inputs and outputs
   int is_state;
@@ -557,16 +559,16 @@ struct Consumer {
   // Two rows of a piece at a time by some lanes, as many of these groups as the block has; a row by all lanes
   // of all warps if `lanes` is more than a warp.
   template <int parts>
-  __device__ void multiply(const Step& step, const Piece& piece, const uint8_t* stage) {
-    const int width = min(piece.lanes, warp_size), own = lane() % width;
+  __device__ void multiply(const Step& step, const Piece piece, const uint8_t* stage) {
+    const int bits = piece.lane_bits, width = 1 << bits, own = lane() & (width - 1);
     const bool is_wide = piece.lanes > warp_size;
-    const int at_once = is_wide ? 1 : num_consumers / width;
+    const int at_once = is_wide ? 1 : num_consumers >> bits;
     const int half = step.group_words / 32, vectors = parts & has_copies ? piece.row_bytes / 16 : 0;
     const int begin = is_wide ? int(threadIdx.x) : own, stride = is_wide ? num_consumers : width;
     const int pairs = piece.copies * piece.rows / 2, in_copy = piece.rows / 2;
-    for (int group = is_wide ? 0 : warp() * (warp_size / width); group < pairs; group += at_once) {
-      const int asked = group + (is_wide ? 0 : lane() / width), pair = min(asked, pairs - 1);
-      const int copy = piece.copies == 1 ? 0 : pair / in_copy, row = 2 * (pair - copy * in_copy);
+    for (int group = is_wide ? 0 : warp() << (5 - bits); group < pairs; group += at_once) {
+      const int asked = group + (is_wide ? 0 : lane() >> bits), pair = min(asked, pairs - 1);
+      const int copy = pair * piece.per_pair >> 16, row = 2 * (pair - copy * in_copy);
       const int slot = piece.slot + copy;
       const uint8_t* rows = stage + copy * piece.copy_bytes + row * piece.row_bytes;
       const int4* const low =
@@ -607,8 +609,7 @@ struct Consumer {
   __device__ void run_matrix(const Step& step) {
     for (int i = 0; i < step.num_pieces; i++) {
       const uint8_t* stage = next_stage<parts, has_stamps>(step.ring, i == 0);
-      const Piece& piece = at.pieces[step.first_piece + i];
-      multiply<parts>(step, piece, stage);
+      multiply<parts>(step, at.pieces[step.first_piece + i], stage);
       free_stage<parts>(step.ring);
     }
     if (step.epilogue != sum_ranks && step.epilogue != store_joint_sums) return;

@@ -52,7 +52,7 @@ from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.cuda.runtime import calls
 
 LAYER = 5  # of the file: its experts are all of Q4_K, as in half of the layers
-LAUNCHES, STAMPED_LAUNCHES = 25, 5
+LAUNCHES, STAMPED_LAUNCHES, QUEUED_BEFORE = 25, 5, 5
 FEWER_BLOCKS = 4  # that a grid of clusters is made smaller by until the device takes it
 
 
@@ -72,16 +72,17 @@ def microseconds(
     """Of a layer and token, of each launch, in order of size."""
     layers = launch.num_layers * launch.planned.design.tokens
     found = []
-    for _ in range(launches):
+    # The host's part of a launch takes about as long as a fifth of one, so that the first ones begin too soon.
+    for _ in range(QUEUED_BEFORE + launches):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         launch.counters.zero_()
         begin.record()
         launch.queue(parts, has_stamps)
         end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end) * 1e3 / layers)
+        found.append((begin, end))
+    torch.cuda.synchronize()
     launch.check()
-    return sorted(found)
+    return sorted(begin.elapsed_time(end) * 1e3 / layers for begin, end in found[QUEUED_BEFORE:])
 
 
 def opened(shape: LayerShape, design: Design, weights: torch.Tensor, layers: int) -> tuple[Launch, list[str]]:

@@ -437,6 +437,9 @@ class _Planner:
 
     def resolve(self, item: Step | Piece) -> None:
         """How often a counter is raised that is waited for. −1 is the last one of the layer before."""
+        if isinstance(item, Piece) and item.lanes:
+            item.lane_bits = min(item.lanes, 32).bit_length() - 1
+            item.per_pair = -(-(1 << 16) // (item.rows // 2))
         if item.wait != NO_COUNTER:
             item.target = len(self.raisers[self.order[item.wait]])
 
