@@ -2,15 +2,15 @@
 
     python -m bench.kernels.token_layers --out token_layers.json --commit HASH
 
-Layers are mixtures of experts in the shape of the full-size model with random weights, whose bytes and types
-are those of the file. Both ways begin with one residual stream and have to end with the same bits. Times are
-medians of launches of all layers; those of today are replayed as one graph.
+Layers are a gated DeltaNet and a mixture of experts in the shape of the full-size model, with random weights
+of the types of the file. Both ways begin with one residual stream, and have to end with the same bits and
+states. Times are those of a graph of all layers, medians.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,9 @@ from coldstream.kernels.cuda.limits import device_limits
 from coldstream.kernels.cuda.runtime import calls
 from coldstream.kernels.experts.cuda import ExpertMatrices, PairRows, experts_gemv_cuda
 from coldstream.kernels.experts.table import ExpertTable
-from coldstream.kernels.ops import ExpertOutputs, Routing
+from coldstream.kernels.gated_delta_net.cuda import DecodeWorkspace, arrival_count, delta_net_decode_cuda
+from coldstream.kernels.linear.cuda import linear_skinny_cuda
+from coldstream.kernels.ops import DeltaNetInputs, DeltaNetWeights, ExpertOutputs, Routing, Rows
 from coldstream.kernels.persistent.cuda import (
     NOTHING_FAILED,
     LayerArrays,
@@ -38,17 +40,22 @@ from coldstream.kernels.persistent.cuda import (
     packed_lists,
 )
 from coldstream.kernels.persistent.program import (
+    DELTA_OUT,
+    HEAD_SIZE,
+    PROJECTED,
     ROUTED,
     ROUTER,
     SHARED,
     SHARED_GATE,
-    MoeShape,
+    TAPS,
+    LayerShape,
+    Sizes,
     TokenLists,
     plan,
 )
 from coldstream.kernels.quant_tensor import QuantTensor
 from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda, rms_norm_cuda
-from coldstream.kernels.router.cuda import RouterBuffers, router_gemv_cuda
+from coldstream.kernels.router.cuda import NormBefore, RouterBuffers, router_gemv_cuda
 
 EPS = 1e-6
 SCALES = {QuantType.Q4_K: (0, 2), QuantType.Q5_K: (0, 2), QuantType.Q6_K: (208,)}  # of a block, float16
@@ -77,28 +84,53 @@ def random_blocks(quant_type: QuantType, shape: tuple[int, ...], generator: torc
 
 
 @dataclass(frozen=True)
-class MoeLayer:
-    """A layer's weights: bytes by name, and the norm before its router."""
+class Layer:
+    """A layer's weights: bytes by name, vectors by name, and the mixer's states."""
 
     kind: int
-    shape: MoeShape
+    shape: LayerShape
     matrices: dict[str, torch.Tensor]
-    norm: torch.Tensor
+    vectors: dict[str, torch.Tensor]
+    states: tuple[torch.Tensor, ...]  # conv_state, state; none without a mixer
 
     @classmethod
-    def random(cls, kind: int, shape: MoeShape, generator: torch.Generator) -> "MoeLayer":
-        made = {}
+    def random(cls, kind: int, shape: LayerShape, generator: torch.Generator) -> "Layer":
+        sizes, made = shape.sizes, {}
+
+        def normal(*counts: int) -> torch.Tensor:
+            return torch.randn(counts, generator=generator, device=generator.device)
+
         for name, matrix in shape.matrices.items():
-            stack = (shape.experts,) if name in ROUTED else ()
+            stack = (sizes.experts,) if name in ROUTED else ()
             made[name] = random_blocks(matrix.quant_type, (*stack, matrix.rows, matrix.cols), generator)
-        norm = 1 + 0.1 * torch.randn(shape.hidden, generator=generator, device=generator.device)
-        return cls(kind, shape, made, norm)
+        vectors = {name: 1 + 0.1 * normal(sizes.hidden) for name in ("attn_norm", "ffn_norm")}
+        if not sizes.value_heads:
+            return cls(kind, shape, made, vectors, ())
+        vectors |= {
+            "conv_taps": normal(sizes.channels, TAPS),
+            "ssm_a": -normal(sizes.value_heads).abs(),
+            "ssm_dt_bias": normal(sizes.value_heads),
+            "ssm_norm": 1 + 0.1 * normal(HEAD_SIZE),
+        }
+        states = (
+            normal(1, TAPS - 1, sizes.channels),
+            0.1 * normal(1, sizes.value_heads, HEAD_SIZE, HEAD_SIZE),
+        )
+        return cls(kind, shape, made, vectors, states)
+
+    def copied(self) -> "Layer":
+        """The same weights with states of their own."""
+        return replace(self, states=tuple(each.clone() for each in self.states))
 
     def arrays(self) -> LayerArrays:
-        return LayerArrays(self.kind, self.matrices, {"ffn_norm": self.norm})
+        return LayerArrays(self.kind, self.matrices, self.vectors, *self.states)
 
     def floats(self, name: str) -> torch.Tensor:
-        return self.matrices[name].view(torch.float32).view(-1, self.shape.hidden)
+        return self.matrices[name].view(torch.float32).view(-1, self.shape.sizes.hidden)
+
+    def weight(self, name: str) -> QuantTensor:
+        matrix = self.shape.matrices[name]
+        return QuantTensor(self.matrices[name], matrix.quant_type, (matrix.rows, matrix.cols))
 
     def experts(self) -> ExpertMatrices:
         """As the launches of today take them."""
@@ -106,50 +138,81 @@ class MoeLayer:
         for name in ROUTED:
             matrix, stack = self.shape.matrices[name], self.matrices[name]
             begin, size = stack.data_ptr(), matrix.rows * matrix.row_bytes
-            addresses = torch.arange(self.shape.experts, device=stack.device) * size + begin
+            addresses = torch.arange(self.shape.sizes.experts, device=stack.device) * size + begin
             tables.append(ExpertTable(addresses, matrix.quant_type, matrix.rows, matrix.cols))
-        shared = [
-            QuantTensor(self.matrices[name], matrix.quant_type, (matrix.rows, matrix.cols))
-            for name, matrix in ((name, self.shape.matrices[name]) for name in SHARED)
-        ]
-        return ExpertMatrices(tables[0], tables[1], tables[2], (shared[0], shared[1], shared[2]))
+        gate, up, down = (self.weight(name) for name in SHARED)
+        return ExpertMatrices(tables[0], tables[1], tables[2], (gate, up, down))
+
+    def rule(self) -> DeltaNetWeights:
+        sizes, ids = self.shape.sizes, self.shape.key_head_ids
+        names = ("conv_taps", "ssm_a", "ssm_dt_bias", "ssm_norm")
+        vectors = [self.vectors[name] for name in names]
+        key_heads = torch.tensor(ids, dtype=torch.int32, device=vectors[0].device)
+        return DeltaNetWeights(*vectors, key_heads, sizes.key_heads, EPS)
 
 
 class ByLaunches:
     """The layers by the launches of one row, with memory that all layers share."""
 
-    def __init__(self, layers: Sequence[MoeLayer], stream: torch.Tensor) -> None:
+    def __init__(self, layers: Sequence[Layer], stream: torch.Tensor) -> None:
         self.layers, self.experts = layers, [layer.experts() for layer in layers]
-        shape, device = layers[0].shape, stream.device
+        sizes, device = layers[0].shape.sizes, stream.device
 
-        def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.empty(sizes, dtype=dtype, device=device)
+        def empty(*counts: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(counts, dtype=dtype, device=device)
 
-        self.stream, self.totals = stream, [empty(1, shape.hidden) for _ in range(2)]
-        self.normed = empty(1, shape.hidden)
-        self.codes = empty_activations(1, shape.hidden, device)
-        self.ids = empty(1, shape.chosen, dtype=torch.int32)
-        self.weights, self.gate = empty(1, shape.chosen), empty(1, 1)
+        self.stream, self.totals = stream, [empty(1, sizes.hidden) for _ in range(3)]
+        self.normed = empty(1, sizes.hidden)
+        self.codes = empty_activations(1, sizes.hidden, device)
+        self.ids = empty(1, sizes.chosen, dtype=torch.int32)
+        self.weights, self.gate = empty(1, sizes.chosen), empty(1, 1)
         arrivals = torch.zeros(1, dtype=torch.int32, device=device)
-        self.buffers = RouterBuffers(self.ids, self.weights, self.gate, empty(1, shape.experts), arrivals)
-        self.hidden = PairRows(empty(1, shape.chosen, shape.ffn), empty(1, shape.ffn))
-        self.outs = PairRows(empty(1, shape.chosen, shape.hidden), empty(1, shape.hidden))
+        self.buffers = RouterBuffers(self.ids, self.weights, self.gate, empty(1, sizes.experts), arrivals)
+        self.hidden = PairRows(empty(1, sizes.chosen, sizes.ffn), empty(1, sizes.ffn))
+        self.outs = PairRows(empty(1, sizes.chosen, sizes.hidden), empty(1, sizes.hidden))
+        if not sizes.value_heads:
+            return
+        rows = (sizes.channels, sizes.values, sizes.value_heads, sizes.value_heads)
+        self.rules = [layer.rule() for layer in layers]
+        self.projected = [empty(1, count) for count in rows]
+        self.mixed = empty_activations(1, sizes.values, device)
+        self.update = empty(1, sizes.hidden)
+        counts = arrival_count(1, sizes.key_heads, sizes.values)
+        zeros = torch.zeros(counts, dtype=torch.int32, device=device)
+        self.work = DecodeWorkspace(empty(1, sizes.values), zeros)
+        self.rows = Rows(*(torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2)))
+
+    def mix(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """The mixer of a layer, added to x, whose norm is there; the norm of the sum."""
+        layer, total = self.layers[index], self.totals[2]
+        weights = [layer.weight(name) for name in PROJECTED]
+        linear_skinny_cuda(weights, self.projected, activations=self.codes, x=self.normed)
+        inputs = DeltaNetInputs(*self.projected, self.rows)
+        delta_net_decode_cuda(inputs, self.rules[index], *layer.states, None, self.mixed, self.work)
+        linear_skinny_cuda([layer.weight(DELTA_OUT)], [self.update], activations=self.mixed)
+        norm = NormBefore(x, self.update, total, layer.vectors["ffn_norm"], EPS, self.codes)
+        router, gate = layer.floats(ROUTER), layer.floats(SHARED_GATE)
+        router_gemv_cuda(self.normed, router, gate, self.buffers, norm=norm)
+        return total
 
     def run(self) -> torch.Tensor:
         """The stream behind all layers."""
-        x = self.stream
-        rms_norm_cuda(x, self.layers[0].norm, EPS, self.normed, self.codes)
+        x, has_mixer = self.stream, bool(self.layers[0].states)
+        first = "attn_norm" if has_mixer else "ffn_norm"
+        rms_norm_cuda(x, self.layers[0].vectors[first], EPS, self.normed, self.codes)
         for index, (layer, experts) in enumerate(zip(self.layers, self.experts, strict=True)):
-            router, gate = layer.floats(ROUTER), layer.floats(SHARED_GATE)
-            router_gemv_cuda(self.normed, router, gate, self.buffers)
+            if has_mixer:
+                x = self.mix(index, x)
+            else:
+                router, gate = layer.floats(ROUTER), layer.floats(SHARED_GATE)
+                router_gemv_cuda(self.normed, router, gate, self.buffers)
             experts_gemv_cuda(
                 experts, self.ids, self.hidden, self.outs, activations=self.codes, x=self.normed
             )
-            outputs = ExpertOutputs(
-                self.outs.routed, self.outs.shared, Routing(self.ids, self.weights, self.gate)
-            )
+            routing = Routing(self.ids, self.weights, self.gate)
+            outputs = ExpertOutputs(self.outs.routed, self.outs.shared, routing)
             total = self.totals[index % 2]
-            norm = self.layers[min(index + 1, len(self.layers) - 1)].norm
+            norm = self.layers[min(index + 1, len(self.layers) - 1)].vectors[first]
             add_rms_norm_cuda(x, outputs, total, norm, EPS, self.normed, self.codes)
             x = total
         return x
@@ -158,7 +221,7 @@ class ByLaunches:
 class ByOneLaunch:
     """The same layers by lists."""
 
-    def __init__(self, layers: Sequence[MoeLayer], lists: TokenLists, stream: torch.Tensor) -> None:
+    def __init__(self, layers: Sequence[Layer], lists: TokenLists, stream: torch.Tensor) -> None:
         self.lists, self.num_layers, self.stream = lists, len(layers), stream
         device = stream.device
 
@@ -199,47 +262,57 @@ class ByOneLaunch:
         return self.memory.activations[begin : begin + hidden].view(1, -1)
 
 
-def full_size_kinds(layers: int) -> tuple[list[MoeShape], list[int]]:
-    """Kinds of layers of the full-size file, and the kind of each layer."""
+def full_size_kinds(layers: int, *, has_mixer: bool) -> tuple[list[LayerShape], list[int]]:
+    """Kinds of layers of the full-size file, all with the mixer of its DeltaNet layers, and each layer's."""
     shape = FULL_SHAPE
-    kinds: list[MoeShape] = []
+    heads = (shape.key_heads, shape.value_heads) if has_mixer else (0, 0)
+    sizes = Sizes(shape.hidden, shape.expert_ffn, shape.experts, shape.experts_per_token, *heads)
+    names = (*ROUTED, *SHARED, *((*PROJECTED, DELTA_OUT) if has_mixer else ()))
+    key_heads = tuple(head % shape.key_heads for head in range(sizes.value_heads))
+    kinds: list[LayerShape] = []
     numbers = []
     for layer in range(layers):
-        types = [PLAIN.type_of(name, layer, shape.layers) for name in ROUTED]
-        of_shared = [PLAIN.type_of(name, layer, shape.layers) for name in SHARED]
-        sizes = (shape.hidden, shape.expert_ffn, shape.experts, shape.experts_per_token)
-        kind = MoeShape.of(sizes, types, of_shared)
+        types = {name: PLAIN.type_of(name, layer, shape.layers) for name in names}
+        kind = LayerShape.of(sizes, types, key_heads)
         if kind not in kinds:
             kinds.append(kind)
         numbers.append(kinds.index(kind))
     return kinds, numbers
 
 
-def read_bytes(layers: Sequence[MoeLayer]) -> int:
-    """Weights that a token reads."""
+def read_bytes(layers: Sequence[Layer]) -> int:
+    """Weights that a token reads, and states, which it also writes."""
     total = 0
     for layer in layers:
         for name, matrix in layer.shape.matrices.items():
-            total += matrix.rows * matrix.row_bytes * (layer.shape.chosen if name in ROUTED else 1)
+            count = layer.shape.sizes.chosen if name in ROUTED else 1
+            total += matrix.rows * matrix.row_bytes * count
+        total += sum(2 * 4 * each.numel() for each in layer.states)
     return total
 
 
-def measured(layers: Sequence[MoeLayer], kinds: Sequence[MoeShape], stream: torch.Tensor) -> dict[str, Any]:
+def measured(layers: Sequence[Layer], kinds: Sequence[LayerShape], stream: torch.Tensor) -> dict[str, Any]:
     """Times of both ways, in µs a layer, and whether bits are the same."""
-    by_launches = ByLaunches(layers, stream)
+    by_launches = ByLaunches([layer.copied() for layer in layers], stream)
     want = by_launches.run().clone()
+    wanted_states = [[each.clone() for each in layer.states] for layer in by_launches.layers]
     rows: dict[str, Any] = {"launches": {"us_a_layer": graph_seconds([by_launches.run]) * 1e6 / len(layers)}}
     lists = plan(kinds, device_limits().num_processors)
-    by_one = ByOneLaunch(layers, lists, stream)
     for name, signals in SIGNALS.items():
+        own = [layer.copied() for layer in layers]
+        by_one = ByOneLaunch(own, lists, stream)
 
-        def token(signals: Signals = signals) -> None:
+        def token(by_one: ByOneLaunch = by_one, signals: Signals = signals) -> None:
             by_one.begin()
             by_one.queue(signals)
 
         try:
             token()
-            same = bool((by_one.result() == want).all())
+            same = torch.equal(by_one.result(), want) and all(
+                torch.equal(*both)
+                for layer, states in zip(own, wanted_states, strict=True)
+                for both in zip(layer.states, states, strict=True)
+            )
             us = graph_seconds([token]) * 1e6 / len(layers)
             by_one.result()
             rows[name] = {"us_a_layer": us, "same_bits": same}
@@ -252,13 +325,14 @@ def measured(layers: Sequence[MoeLayer], kinds: Sequence[MoeShape], stream: torc
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=FULL_SHAPE.layers)
+    parser.add_argument("--experts-only", action="store_true", help="layers without a mixer")
     add_result_options(parser)
     options = parser.parse_args()
     calls.attach()
     machine, bandwidth = describe("cuda"), measure_bandwidth("cuda", 0)
-    kinds, numbers = full_size_kinds(options.layers)
+    kinds, numbers = full_size_kinds(options.layers, has_mixer=not options.experts_only)
     generator = torch.Generator("cuda").manual_seed(1)
-    layers = [MoeLayer.random(number, kinds[number], generator) for number in numbers]
+    layers = [Layer.random(number, kinds[number], generator) for number in numbers]
     stream = torch.randn(1, FULL_SHAPE.hidden, generator=generator, device="cuda")
     floor = read_bytes(layers) / bandwidth * 1e6 / len(layers)
     print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s, floor {floor:.1f} µs a layer")
@@ -267,6 +341,7 @@ def main() -> int:
         "machine": machine,
         "copy_bytes_s": bandwidth,
         "layers": len(layers),
+        "has_mixer": not options.experts_only,
         "floor_us_a_layer": round(floor, 2),
     }
     rows = measured(layers, kinds, stream)

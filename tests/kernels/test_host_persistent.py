@@ -4,33 +4,53 @@ import pytest
 import torch
 from same_bits import assert_same_bits
 
-from bench.kernels.token_layers import ByLaunches, ByOneLaunch, MoeLayer
+from bench.kernels.token_layers import ByLaunches, ByOneLaunch, Layer
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.persistent.cuda import Signals
-from coldstream.kernels.persistent.program import MoeShape, Ring, plan
+from coldstream.kernels.persistent.program import (
+    DELTA_OUT,
+    PROJECTED,
+    ROUTED,
+    SHARED,
+    LayerShape,
+    Ring,
+    Sizes,
+    plan,
+)
 
 pytestmark = pytest.mark.usefixtures("host")
 
-Q4, Q5, Q6 = QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K
-RINGS = (Ring(2, 2048), Ring(2, 8192), Ring(2, 16384))
+Q4, Q5, Q6, F32 = QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.F32
 LIMIT_NS = 10**12  # each look at the host's clock takes a millisecond of it
-KINDS = (
-    MoeShape.of((512, 256, 24, 3), (Q4, Q4, Q6), (Q4, Q4, Q4)),
-    MoeShape.of((512, 256, 24, 3), (Q4, Q5, Q4), (Q6, Q6, Q5)),
-)
-
-
+NAMES = (*ROUTED, *SHARED, *PROJECTED, DELTA_OUT)
+TYPES = ((Q4, Q4, Q6, Q4, Q4, Q4, Q5, Q4, F32, F32, Q4), (Q4, Q5, Q4, Q6, Q6, Q5, Q6, Q5, F32, F32, Q6))
 SIGNALS = (Signals(True, False, LIMIT_NS), Signals(True, True, LIMIT_NS), Signals(False, False, LIMIT_NS))
+
+
+def kinds_of(sizes: Sizes) -> list[LayerShape]:
+    key_heads = tuple(head % sizes.key_heads for head in range(sizes.value_heads))
+    return [LayerShape.of(sizes, dict(zip(NAMES, types, strict=True)), key_heads) for types in TYPES]
 
 
 @pytest.mark.parametrize("signals", SIGNALS)
 @pytest.mark.parametrize("blocks", [3, 8])
-def test_layers_of_experts_have_the_bits_of_launches(blocks: int, signals: Signals) -> None:
+@pytest.mark.parametrize("heads", [(0, 0), (2, 4)])
+def test_layers_have_the_bits_of_launches(heads: tuple[int, int], blocks: int, signals: Signals) -> None:
+    """Two tokens, so that the states that the first has left are read."""
     generator = torch.Generator().manual_seed(blocks)
-    layers = [MoeLayer.random(kind, KINDS[kind], generator) for kind in (0, 1, 0)]
+    kinds = kinds_of(Sizes(512, 256, 24, 3, *heads))
+    layers = [Layer.random(kind, kinds[kind], generator) for kind in (0, 1, 0)]
     stream = torch.randn(1, 512, generator=generator)
-    want = ByLaunches(layers, stream).run()
-    launch = ByOneLaunch(layers, plan(KINDS, blocks, RINGS), stream)
-    launch.begin()
-    launch.queue(signals)
-    assert_same_bits(launch.result(), want)
+    own = [layer.copied() for layer in layers]
+    launches = ByLaunches(layers, stream)
+    launch = ByOneLaunch(own, plan(kinds, blocks, (Ring(2, 8192), Ring(2, 10240), Ring(2, 16384))), stream)
+    for _ in range(2):
+        want = launches.run()
+        assert want.isfinite().all()
+        assert not torch.equal(want, stream)
+        launch.begin()
+        launch.queue(signals)
+        assert_same_bits(launch.result(), want)
+        for mine, its in zip(own, layers, strict=True):
+            for mine_state, its_state in zip(mine.states, its.states, strict=True):
+                assert_same_bits(mine_state, its_state)

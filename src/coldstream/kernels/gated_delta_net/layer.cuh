@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/quantize.cuh"
+#include "cuda/vectors.cuh"
 
 namespace coldstream {
 
@@ -102,10 +103,6 @@ __device__ __forceinline__ float convolve(const float (&taps)[num_taps], float (
 }
 
 // Eight neighbouring columns of a lane in a group of 256.
-struct Eight {
-  float4 low, high;
-};
-
 __device__ __forceinline__ Eight load_eight(const float* x) {
   return {*reinterpret_cast<const float4*>(x), *(reinterpret_cast<const float4*>(x) + 1)};
 }
@@ -144,34 +141,45 @@ __device__ __forceinline__ float4 finish_four(float4 x, float scale, float4 weig
           x.w * scale * weight.w * gate.w};
 }
 
-// The end of one row's group of 256 columns by a warp: RMS norm of each head of `raw` (256 floats in shared
+// A lane's columns of one row's group of 256, by a warp: RMS norm of each head of `raw` (256 floats in shared
 // memory, zeros behind the last column) times the opened factors.
+template <int D>
+__device__ __forceinline__ Eight finished_columns(const float* raw, const OutputFactors& factors, float eps) {
+  const int lane = threadIdx.x % warp_size;
+  const int head = 8 * lane / D;  // of the lane's columns, within the group
+  float scale = 0.0f;
+#pragma unroll
+  for (int pair = 0; pair < 128 / D; pair++) {  // half a warp a head
+    const float sum = head_sum_of_squares<D>(raw + (2 * pair + lane / 16) * D);
+    const float found = inverse_sqrt(sum / float(D) + eps);
+    const float other = __shfl_sync(all_lanes, found, head % 2 * 16);
+    if (head / 2 == pair) scale = other;
+  }
+  const Eight x = load_eight(raw + 8 * lane);
+  return {finish_four(x.low, scale, factors.weight.low, factors.gate.low),
+          finish_four(x.high, scale, factors.weight.high, factors.gate.high)};
+}
+
+__device__ __forceinline__ GroupShare quantize_eight(const Eight& x) {
+  const float y[8] = {x.low.x, x.low.y, x.low.z, x.low.w, x.high.x, x.high.y, x.high.z, x.high.w};
+  return quantize_group(y);
+}
+
+// The end of one row's group of 256 columns by a warp.
 template <int D>
 __device__ __forceinline__ void finish_group(const float* raw, const OutputFactors& factors,
                                              const DeltaLayer& layer, int row, int group,
                                              const DeltaOutputs& out) {
   const int lane = threadIdx.x % warp_size, size = layer.num_value_heads * D;
   const int first = group * group_elements + 8 * lane;
-  const int head = 8 * lane / D;  // of the lane's columns, within the group
-  float scale = 0.0f;
-#pragma unroll
-  for (int pair = 0; pair < 128 / D; pair++) {  // half a warp a head
-    const float sum = head_sum_of_squares<D>(raw + (2 * pair + lane / 16) * D);
-    const float found = inverse_sqrt(sum / float(D) + layer.eps);
-    const float other = __shfl_sync(all_lanes, found, head % 2 * 16);
-    if (head / 2 == pair) scale = other;
-  }
-  const Eight x = load_eight(raw + 8 * lane);
-  const float4 low = finish_four(x.low, scale, factors.weight.low, factors.gate.low);
-  const float4 high = finish_four(x.high, scale, factors.weight.high, factors.gate.high);
+  const Eight y = finished_columns<D>(raw, factors, layer.eps);
   if (out.y && first < size) {
     float4* to = reinterpret_cast<float4*>(out.y + int64_t(row) * size + first);
-    to[0] = low;
-    to[1] = high;
+    to[0] = y.low;
+    to[1] = y.high;
   }
   if (!out.q) return;
-  const float y[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-  store_group(quantize_group(y), quant_row(out.q, out.scales, out.sums, row, out.padded), group);
+  store_group(quantize_eight(y), quant_row(out.q, out.scales, out.sums, row, out.padded), group);
 }
 
 // The group of 256 columns of a row of no sequence, zeros, by a warp.

@@ -108,10 +108,15 @@ struct Vectors {
   float raw[2 * D];  // query and key before their norm
 };
 
-// Convolves and normalises the row whose inputs have been loaded into `vectors`. Two barriers; at the first
-// one all threads have used their history.
-template <int D, int num_taps>
-__device__ __forceinline__ void mix_row(Channels<D, num_taps>& channels, float eps, Vectors<D>& vectors) {
+struct MeetBlock {
+  __device__ __forceinline__ void operator()() const { __syncthreads(); }
+};
+
+// Convolves and normalises the row whose inputs have been loaded into `vectors`. Two barriers of the threads;
+// at the first one all have used their history.
+template <int D, int num_taps, typename Meet = MeetBlock>
+__device__ __forceinline__ void mix_row(Channels<D, num_taps>& channels, float eps, Vectors<D>& vectors,
+                                        const Meet& meet = {}) {
   float mixed[thread_channels<D>];
 #pragma unroll
   for (int j = 0; j < thread_channels<D>; j++) {
@@ -120,7 +125,7 @@ __device__ __forceinline__ void mix_row(Channels<D, num_taps>& channels, float e
     const int number = threadIdx.x + j * delta_threads;
     if (number < 2 * D) vectors.raw[number] = mixed[j];
   }
-  __syncthreads();
+  meet();
   // Query in the lower half of every warp, key in the upper.
   const float sum = head_sum_of_squares<D>(vectors.raw + threadIdx.x % warp_size / 16 * D);
   const float scale = inverse_sqrt(sum + eps);
@@ -137,7 +142,7 @@ __device__ __forceinline__ void mix_row(Channels<D, num_taps>& channels, float e
       vectors.v[number - 2 * D] = mixed[j];
     }
   }
-  __syncthreads();
+  meet();
 }
 
 // One token: advances the state and returns the output of the thread's column.

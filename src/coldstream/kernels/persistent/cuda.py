@@ -22,7 +22,7 @@ from coldstream.kernels.persistent.program import (
 
 THREADS = 32 * (8 + MAX_RINGS)
 LIMIT_NS = 2_000_000_000  # of a launch, after which every wait fails
-MOST_SHARED_BYTES = 227 * 1024 - 4096  # of a block on sm_90, beside what the kernel declares itself
+MOST_SHARED_BYTES = 227 * 1024 - 6784  # of a block on sm_90, beside what the kernel declares itself
 NOTHING_FAILED = (0, 2**32 - 1)
 KERNEL = "token_layers"
 PROGRAM = CudaProgram(Path(__file__).with_name("token.cu"), (f"{KERNEL}<1u, true>",))
@@ -61,6 +61,8 @@ class LayerArrays:
     kind: int
     matrices: Mapping[str, DeviceArray]
     vectors: Mapping[str, DeviceArray]
+    conv_state: DeviceArray | None = None  # float32 [taps − 1, channels]
+    state: DeviceArray | None = None  # float32 [value heads, d, d]
 
 
 def instance(lists: TokenLists, *, by_words: bool) -> str:
@@ -99,10 +101,14 @@ def packed_layers(layers: Sequence[LayerArrays]) -> bytes:
     packed = []
     for layer in layers:
         made = LayerWeights(kind=layer.kind)
+        if layer.state is not None and layer.conv_state is not None:
+            made.conv_state, made.state = layer.conv_state.data_ptr(), layer.state.data_ptr()
         for number, name in enumerate(MATRICES):
-            made.matrices[number] = layer.matrices[name].data_ptr()
+            if name in layer.matrices:
+                made.matrices[number] = layer.matrices[name].data_ptr()
         for number, name in enumerate(VECTORS):
-            made.vectors[number] = layer.vectors[name].data_ptr()
+            if name in layer.vectors:
+                made.vectors[number] = layer.vectors[name].data_ptr()
         packed.append(bytes(made))
     return b"".join(packed)
 
@@ -137,13 +143,15 @@ def launch_token(
 
     Counters have been set to 0.
     """
-    kind = lists.kinds[0]
+    sizes = lists.kinds[0].sizes
     steps, pieces, heads, shapes = (each.data_ptr() for each in memory.lists)
     program = TokenProgram(
         steps=steps, pieces=pieces, lists=heads, shapes=shapes, layers=memory.layers.data_ptr(),
         activations=memory.activations.data_ptr(), report=memory.report.data_ptr(), num_layers=num_layers,
-        num_kinds=len(lists.kinds), num_shapes=len(lists.shapes), hidden=kind.hidden, ffn=kind.ffn,
-        num_experts=kind.experts, chosen=kind.chosen, logits=lists.buffers.logits, eps=eps,
+        num_kinds=len(lists.kinds), num_shapes=len(lists.shapes), hidden=sizes.hidden, ffn=sizes.ffn,
+        num_experts=sizes.experts, chosen=sizes.chosen, key_heads=sizes.key_heads,
+        value_heads=sizes.value_heads, proj=lists.buffers.projected,
+        logits=lists.buffers.logits, eps=eps,
         limit_ns=signals.limit_ns,
         layer_words=lists.buffers.num_words,
         is_patient=signals.is_patient, rows=lists.rows,

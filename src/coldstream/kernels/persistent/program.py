@@ -24,16 +24,19 @@ from coldstream.kernels.cuda.skinny_shapes import (
 from coldstream.kernels.cuda.structs import declared_in
 
 NO_COUNTER, MAX_RINGS, MAX_STAGES = -1000000, 3, 16  # as in streams.cuh
-OPS = ("op_products", "op_gate_up", "op_down")  # as the enumerations of token.cuh
-LOADS = ("load_nothing", "load_norm", "load_hidden")
+OPS = ("op_products", "op_add", "op_mix", "op_gate_up", "op_down")  # as the enumerations of token.cuh
+LOADS = ("load_nothing", "load_norm", "load_mixed", "load_hidden")
+VECTORS = ("attn_norm", "ffn_norm", "conv_taps", "ssm_a", "ssm_dt_bias", "ssm_norm")
 TYPES = frozenset({QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.F32})
 GROUP, ROW_BYTES_OF_GROUP = 256, 288
 MOST_DOWN_ROWS, MOST_HIDDEN, MOST_FFN, MOST_CHOSEN, MOST_EXPERTS = 64, 4096, 1024, 8, 256
 ROUTER, SHARED_GATE = "ffn_gate_inp", "ffn_gate_inp_shexp"
 ROUTED = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 SHARED = ("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp")
-MATRICES = (ROUTER, SHARED_GATE, *ROUTED, *SHARED)  # by their place in `LayerWeights`
-VECTORS = ("ffn_norm",)
+PROJECTED, DELTA_OUT = ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta"), "ssm_out"
+MATRICES = (*PROJECTED, DELTA_OUT, ROUTER, SHARED_GATE, *ROUTED, *SHARED)  # as in `LayerWeights`
+HEAD_SIZE, TAPS, STATE_COLUMNS = 128, 4, 32
+CONSUMER_WARPS = 8
 
 
 class ProgramError(ColdstreamError, ValueError):
@@ -69,7 +72,7 @@ class Ring:
 
 
 # Of weights that are known long before, of static ones behind them, and of chosen experts.
-RINGS = (Ring(2, 1024), Ring(3, 18 * 1024), Ring(6, 18 * 1024))
+RINGS = (Ring(4, 17 * 1024), Ring(2, 18 * 1024), Ring(4, 18 * 1024))
 
 
 @dataclass(frozen=True)
@@ -87,35 +90,61 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class MoeShape:
-    """A mixture of experts with a shared one. matrices: by the names of `MATRICES`, all of them."""
+class Sizes:
+    """Of a layer. Without value heads it has no mixer."""
 
     hidden: int
     ffn: int
     experts: int
     chosen: int
+    key_heads: int = 0
+    value_heads: int = 0
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * HEAD_SIZE
+
+    @property
+    def channels(self) -> int:
+        """Of queries, keys and values."""
+        return 2 * self.key_heads * HEAD_SIZE + self.values
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """A mixture of experts with a shared one, behind a gated DeltaNet. matrices: by the names of `MATRICES`.
+
+    key_head_ids: of each value head.
+    """
+
+    sizes: Sizes
     matrices: Mapping[str, Matrix]
+    key_head_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(
-        cls, sizes: tuple[int, int, int, int], routed: Sequence[QuantType], shared: Sequence[QuantType]
-    ) -> "MoeShape":
-        """sizes: hidden, ffn, experts, chosen. Types are those of gate, up and down."""
-        hidden, ffn, experts, _ = sizes
-        shapes = ((ffn, hidden), (ffn, hidden), (hidden, ffn))
-        made = {ROUTER: Matrix(QuantType.F32, experts, hidden), SHARED_GATE: Matrix(QuantType.F32, 1, hidden)}
-        for names, types in ((ROUTED, routed), (SHARED, shared)):
-            for name, quant_type, shape in zip(names, types, shapes, strict=True):
-                made[name] = Matrix(quant_type, *shape)
-        return cls(*sizes, made)
+        cls, sizes: Sizes, types: Mapping[str, QuantType], key_head_ids: tuple[int, ...] = ()
+    ) -> "LayerShape":
+        """types: of all matrices but the router's."""
+        hidden, ffn = sizes.hidden, sizes.ffn
+        shapes = {ROUTER: (sizes.experts, hidden), SHARED_GATE: (1, hidden)}
+        for names in (ROUTED, SHARED):
+            shapes |= dict(zip(names, ((ffn, hidden), (ffn, hidden), (hidden, ffn)), strict=True))
+        if sizes.value_heads:
+            rows = (sizes.channels, sizes.values, sizes.value_heads, sizes.value_heads)
+            shapes |= {name: (count, hidden) for name, count in zip(PROJECTED, rows, strict=True)}
+            shapes[DELTA_OUT] = (hidden, sizes.values)
+        f32 = QuantType.F32
+        made = {name: Matrix(types.get(name, f32), *shape) for name, shape in shapes.items()}
+        return cls(sizes, made, key_head_ids)
 
     def check(self) -> None:
         """ProgramError for what the kernel does not take."""
         limits = (
-            ("hidden size", self.hidden, MOST_HIDDEN, GROUP),
-            ("experts' width", self.ffn, MOST_FFN, GROUP),
-            ("experts", self.experts, MOST_EXPERTS, 1),
-            ("chosen experts", self.chosen, MOST_CHOSEN, 1),
+            ("hidden size", self.sizes.hidden, MOST_HIDDEN, GROUP),
+            ("experts' width", self.sizes.ffn, MOST_FFN, GROUP),
+            ("experts", self.sizes.experts, MOST_EXPERTS, 1),
+            ("chosen experts", self.sizes.chosen, MOST_CHOSEN, 1),
         )
         for what, size, most, of in limits:
             if not 0 < size <= most or size % of:
@@ -140,16 +169,28 @@ class Buffers:
     """Places of a token's numbers, in words of one array."""
 
     stream: int
+    projected: int  # queries, keys, values, z, alpha, beta
+    mixed: int
+    middle: int  # the stream behind the mixer
     logits: int  # of all experts, and the shared one's gate
     units: int
     num_words: int
 
     @classmethod
-    def of(cls, shape: MoeShape) -> "Buffers":
+    def of(cls, sizes: Sizes) -> "Buffers":
+        projected = sizes.channels + sizes.values + 2 * sizes.value_heads
+        counts = (
+            sizes.hidden,
+            projected,
+            sizes.values,
+            sizes.hidden if sizes.value_heads else 0,
+            sizes.experts + 1,
+            (sizes.chosen + 1) * sizes.ffn,
+        )
         places, end = [], 0
-        for size in (shape.hidden, shape.experts + 1, (shape.chosen + 1) * shape.ffn):
+        for count in counts:
             places.append(end)
-            end += -(-size // 64) * 64
+            end += -(-count // 64) * 64
         return cls(*places, end)
 
 
@@ -157,7 +198,7 @@ class Buffers:
 class TokenLists:
     """Lists of all blocks. blocks: [kinds][blocks]; shapes: that pieces refer to; counters: a layer's."""
 
-    kinds: tuple[MoeShape, ...]
+    kinds: tuple[LayerShape, ...]
     rings: tuple[Ring, ...]
     buffers: Buffers
     blocks: tuple[tuple[BlockProgram, ...], ...]
@@ -184,16 +225,18 @@ class TokenLists:
     @property
     def rows(self) -> RowPlaces:
         """What a block keeps behind its rings."""
-        shape, rows = self.kinds[0], self.kinds[0].chosen + 1
-        sizes = (
+        shape = self.kinds[0].sizes
+        rows = shape.chosen + 1
+        counts = (
             4 * shape.hidden,
-            4 * shape.hidden,
-            shape.hidden // GROUP * ROW_BYTES_OF_GROUP,
+            max(4 * shape.hidden, 4 * GROUP * CONSUMER_WARPS),
+            max(shape.hidden, shape.values) // GROUP * ROW_BYTES_OF_GROUP,
             rows * (shape.ffn // GROUP) * ROW_BYTES_OF_GROUP,
             4 * rows * MOST_DOWN_ROWS,
+            4 * 2 * HEAD_SIZE * (TAPS - 1) if shape.value_heads else 0,
         )
         places = [0]
-        for size in sizes:
+        for size in counts:
             places.append(places[-1] + size)
         return RowPlaces(*places)
 
@@ -235,15 +278,19 @@ class _Shapes:
 class _Planner:
     """Makes the lists of one kind of layer, phase by phase, for all blocks."""
 
-    def __init__(self, shape: MoeShape, rings: Sequence[Ring], num_blocks: int, shapes: _Shapes) -> None:
+    def __init__(self, shape: LayerShape, rings: Sequence[Ring], num_blocks: int, shapes: _Shapes) -> None:
         self.shape, self.rings, self.num_blocks, self.shapes = shape, rings, num_blocks, shapes
-        self.buffers = Buffers.of(shape)
+        self.sizes, self.buffers = shape.sizes, Buffers.of(shape.sizes)
+        self.stream = self.buffers.stream
         self.blocks = tuple(BlockProgram() for _ in range(num_blocks))
         self.counters: list[str] = []
+        self.last = -1  # the counter behind which the stream can be read
 
     def step(self, block: int, name: str, **fields: int) -> Step:
         """A block's next step."""
-        made = Step(**{"wait": NO_COUNTER, "raise": NO_COUNTER, **fields})
+        made = Step(
+            **{"wait": NO_COUNTER, "raise": NO_COUNTER, "groups": self.sizes.hidden // GROUP, **fields}
+        )
         self.blocks[block].steps.append(made)
         self.blocks[block].names.append(name)
         return made
@@ -305,19 +352,81 @@ class _Planner:
 
     # ---- the phases
 
+    def project(self) -> int:
+        """The mixer's inputs: four matrices, each divided among all blocks."""
+        raised = self.counter("in")
+        for block in range(self.num_blocks):
+            step = self.step(
+                block, "in", op=OPS.index("op_products"), load=LOADS.index("load_norm"), source=self.stream,
+                vector=VECTORS.index("attn_norm"), out=self.buffers.projected,
+                **self.behind(-1), **{"raise": raised},
+            )  # fmt: skip
+            pieces, first = [], 0
+            for name in PROJECTED:
+                for piece in self.rows_of(name, self.own_rows(name, block), 0):
+                    piece.first_row += first
+                    pieces.append(piece)
+                first += self.shape.matrices[name].rows
+            self.add_pieces(block, step, 0, pieces)
+        return raised
+
+    def mix(self, wait: int) -> int:
+        """The recurrence: pieces of the state in turn for the blocks, each a step."""
+        raised, owned = self.counter("mix"), range(0, self.sizes.values, STATE_COLUMNS)
+        for block in range(self.num_blocks):
+            pieces = owned[block :: self.num_blocks]
+            for number, column in enumerate(pieces or [0]):
+                head = column // HEAD_SIZE
+                step = self.step(
+                    block, "mix", op=OPS.index("op_mix"), out=self.buffers.mixed, first_row=column,
+                    num_rows=STATE_COLUMNS if pieces else 0, key_head=self.shape.key_head_ids[head],
+                    keeps_key=int(bool(pieces) and self.keeps_key(column)),
+                    **({} if number else self.behind(wait)),
+                )  # fmt: skip
+            setattr(step, "raise", raised)
+        return raised
+
+    def keeps_key(self, column: int) -> bool:
+        """Whether who has this piece of the state also keeps the inputs of its key head."""
+        head, ids = column // HEAD_SIZE, self.shape.key_head_ids
+        return column % HEAD_SIZE == 0 and ids.index(ids[head]) == head
+
+    def add_mixed(self, wait: int) -> None:
+        """The output projection of the mixer, added to the stream."""
+        raised = self.counter("out")
+        for block in range(self.num_blocks):
+            kept = [step for step in self.blocks[block].steps if step.keeps_key]
+            if len(kept) > 1:
+                raise ProgramError(f"block {block} would keep the inputs of {len(kept)} key heads: 1 at most")
+            step = self.step(
+                block, "out", op=OPS.index("op_add"), load=LOADS.index("load_mixed"),
+                source=self.buffers.mixed, groups=self.sizes.values // GROUP, out=self.buffers.middle,
+                keeps_key=len(kept), key_head=kept[0].key_head if kept else 0, **self.behind(wait), **{"raise": raised},
+            )  # fmt: skip
+            self.add_pieces(block, step, 1, self.rows_of(DELTA_OUT, self.own_rows(DELTA_OUT, block), 1))
+        self.stream, self.last = self.buffers.middle, raised
+
+    def own_rows(self, name: str, block: int) -> range:
+        """A block's share of a matrix, in whole units."""
+        rows, count = self.unit_rows(name), self.shape.matrices[name].rows
+        if count % rows:
+            raise ProgramError(f"{name}: {count} rows are no multiple of {rows}, which a warp takes at once")
+        units = share(count // rows, self.num_blocks, block)
+        return range(units.start * rows, units.stop * rows)
+
     def route(self) -> int:
         """Logits of the experts and the shared one's gate, behind the norm of the stream."""
-        raised, shape = self.counter("route"), self.shape
+        raised, sizes = self.counter("route"), self.sizes
         for block in range(self.num_blocks):
             step = self.step(
                 block, "route", op=OPS.index("op_products"), load=LOADS.index("load_norm"),
-                source=self.buffers.stream, vector=VECTORS.index("ffn_norm"), out=self.buffers.logits,
-                **self.behind(-1), **{"raise": raised},
+                source=self.stream, vector=VECTORS.index("ffn_norm"), out=self.buffers.logits,
+                **self.behind(self.last), **{"raise": raised},
             )  # fmt: skip
-            rows = share(shape.experts + 1, self.num_blocks, block)
-            pieces = self.rows_of(ROUTER, range(rows.start, min(rows.stop, shape.experts)), 1)
-            if shape.experts in rows:
-                pieces += self.rows_of(SHARED_GATE, range(1), 1, first_row=shape.experts)
+            rows = share(sizes.experts + 1, self.num_blocks, block)
+            pieces = self.rows_of(ROUTER, range(rows.start, min(rows.stop, sizes.experts)), 1)
+            if sizes.experts in rows:
+                pieces += self.rows_of(SHARED_GATE, range(1), 1, first_row=sizes.experts)
             self.add_pieces(block, step, 1, pieces)
         return raised
 
@@ -339,7 +448,7 @@ class _Planner:
 
     def activate(self, answer: int) -> int:
         """Gate and up: of the shared expert, which waits for nobody, and of the chosen ones."""
-        raised, shape = self.counter("gate and up"), self.shape
+        raised, shape = self.counter("gate and up"), self.sizes
         rows = self.unit_rows(ROUTED[0])
         each = shape.ffn // rows
         fields = {
@@ -348,9 +457,7 @@ class _Planner:
             "out": self.buffers.units,
         }
         for block in range(self.num_blocks):
-            shared_rows = self.unit_rows(SHARED[0])
-            units = share(shape.ffn // shared_rows, self.num_blocks, block)
-            own = range(units.start * shared_rows, units.stop * shared_rows)
+            own = self.own_rows(SHARED[0], block)
             step = self.step(block, "shared", **fields)
             self.add_pieces(block, step, 1, self.gate_up_pieces(SHARED, own, 1, slot=shape.chosen))
             step = self.step(block, "gate and up", **fields, **{"raise": raised})
@@ -366,8 +473,8 @@ class _Planner:
 
     def down_pieces(self, rows: range, answer: int) -> list[Piece]:
         """The same rows of all experts, of as many in a stage as fit. The shared one waits for nobody."""
-        shape, pieces = self.shape, self.rows_of(SHARED[2], rows, 2, slot=self.shape.chosen)
-        matrix = shape.matrices[ROUTED[2]]
+        shape, pieces = self.sizes, self.rows_of(SHARED[2], rows, 2, slot=self.sizes.chosen)
+        matrix = self.shape.matrices[ROUTED[2]]
         copy_bytes = len(rows) * matrix.row_bytes
         most = min(self.rings[2].stage_bytes // copy_bytes, shape.chosen)
         if not most or len(pieces) > 1:
@@ -385,7 +492,7 @@ class _Planner:
 
     def add_experts(self, wait: int, answer: int) -> None:
         """Down, and the sum of the experts' rows by who has them."""
-        raised, shape = self.counter("down"), self.shape
+        raised, shape = self.counter("down"), self.sizes
         rows = max(self.unit_rows(ROUTED[2]), self.unit_rows(SHARED[2]))
         most = MOST_DOWN_ROWS // rows
         fields = {"op": OPS.index("op_down"), "out": self.buffers.stream}
@@ -416,7 +523,7 @@ def _check_copies(name: str, piece: Piece) -> None:
         raise ProgramError(f"{name}: pieces of {sizes} bytes are no whole {COPY_BYTES}")
 
 
-def plan(kinds: Sequence[MoeShape], num_blocks: int, rings: Sequence[Ring] = RINGS) -> TokenLists:
+def plan(kinds: Sequence[LayerShape], num_blocks: int, rings: Sequence[Ring] = RINGS) -> TokenLists:
     """The lists of `num_blocks` blocks for kinds of layers that agree in their sizes.
 
     ProgramError for what does not fit.
@@ -429,10 +536,12 @@ def plan(kinds: Sequence[MoeShape], num_blocks: int, rings: Sequence[Ring] = RIN
     for kind in kinds:
         kind.check()
         planner = _Planner(kind, rings, num_blocks, shapes)
+        if kind.sizes.value_heads:
+            planner.add_mixed(planner.mix(planner.project()))
         answer = planner.route()
         planner.add_experts(planner.activate(answer), answer)
         planners.append(planner)
-    if len({Buffers.of(kind) for kind in kinds}) > 1:
+    if len({(kind.sizes, kind.key_head_ids) for kind in kinds}) > 1:
         raise ProgramError("layers of different sizes")
     blocks = tuple(planner.blocks for planner in planners)
     return TokenLists(

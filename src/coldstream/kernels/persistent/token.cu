@@ -7,6 +7,7 @@
 // block.
 #include "cuda/answer.cuh"
 #include "cuda/products_gemv.cuh"
+#include "gated_delta_net/row_steps.cuh"
 #include "persistent/token.cuh"
 #include "rms_norm/expert_sum.cuh"
 #include "rms_norm/norm_row.cuh"
@@ -19,6 +20,7 @@ namespace coldstream {
 constexpr int consumer_warps = 8, token_warps = consumer_warps + max_rings;
 constexpr int num_consumers = consumer_warps * warp_size;
 constexpr int experts_a_lane = 8;
+constexpr int delta_size = 128, delta_taps = 4, key_channels = 2 * delta_size;
 
 struct Choosing {
   int ids[most_chosen];
@@ -41,20 +43,18 @@ __device__ __forceinline__ void meet_consumers() { meet_at<num_consumers>(1); }
 
 // ---- words that say by themselves that they are there
 
-// Until it is written, or the launch's time is over.
-__device__ __forceinline__ float look(const float* from, Watch& watch) {
-  for (int tries = 1;; tries++) {
-    const float x = load_relaxed(from);
-    if (__float_as_uint(x) != unwritten_bits || watch.failed) return x;
-    if (tries % looks_a_time == 0 && watch.is_late(-1)) return x;
-  }
-}
+__device__ __forceinline__ bool is_written(float x) { return __float_as_uint(x) != unwritten_bits; }
 
-// The same of some at once. is_patient: looks at the first alone until that is there, which reads less.
-template <int count>
-__device__ __forceinline__ void look(const float4* const (&from)[count], float4 (&x)[count], bool is_patient,
+// Floats or vectors of them, until all are written or the launch's time is over. is_patient: looks at the
+// first alone until that is there, which reads less.
+template <typename T, int count>
+__device__ __forceinline__ void look(const T* const (&from)[count], T (&x)[count], bool is_patient,
                                      Watch& watch) {
-  if (is_patient) look(reinterpret_cast<const float*>(from[0]), watch);
+  for (int tries = 1; is_patient; tries++) {
+    x[0] = load_relaxed(from[0]);
+    if (is_written(x[0]) || watch.failed) break;
+    if (tries % looks_a_time == 0 && watch.is_late(-1)) break;
+  }
   for (int tries = 1;; tries++) {
     bool is_there = true;
 #pragma unroll
@@ -64,6 +64,13 @@ __device__ __forceinline__ void look(const float4* const (&from)[count], float4 
     if (is_there || watch.failed) return;
     if (tries % looks_a_time == 0 && watch.is_late(-1)) return;
   }
+}
+
+__device__ __forceinline__ float look(const float* from, Watch& watch) {
+  const float* const places[1] = {from};
+  float x[1];
+  look(places, x, false, watch);
+  return x[0];
 }
 
 // ---- producers
@@ -149,6 +156,7 @@ struct Consumer {
   const TokenPlaces& at;
   RingBarriers* barriers;
   const Choosing& choosing;
+  Vectors<delta_size>& vectors;
   Watch watch;
   Place first, second, third;  // of the rings
   int turn = 0;                // of the step's units, which warps take in turn
@@ -169,9 +177,9 @@ struct Consumer {
       __stcg(to, x);
   }
 
-  // Vectors that other blocks have written, or will write.
-  template <int count>
-  __device__ void take(const float4* const (&from)[count], float4 (&x)[count]) {
+  // Floats or vectors that other blocks have written, or will write.
+  template <typename T, int count>
+  __device__ void take(const T* const (&from)[count], T (&x)[count]) {
     if constexpr (by_words) return look(from, x, p.is_patient, watch);
 #pragma unroll
     for (int i = 0; i < count; i++) x[i] = __ldcg(from[i]);
@@ -204,6 +212,7 @@ struct Consumer {
   __device__ float* normed() const { return reinterpret_cast<float*>(at.rows + p.rows.normed); }
   __device__ float* outputs() const { return reinterpret_cast<float*>(at.rows + p.rows.outputs); }
   __device__ uint8_t* codes() const { return at.rows + p.rows.codes; }
+  __device__ float* kept() const { return reinterpret_cast<float*>(at.rows + p.rows.kept); }
 
   // The norm of a row, as floats and quantised.
   __device__ void load_norm_of(const Step& step) {
@@ -264,11 +273,44 @@ struct Consumer {
     }
   }
 
+  __device__ DeltaLayer delta_layer() const {
+    const float* const* vectors = weights().vectors;
+    return {vectors[conv_taps], vectors[ssm_a], vectors[ssm_dt_bias],
+            vectors[ssm_norm],  nullptr,        p.key_heads,
+            p.value_heads,      p.eps,          0};
+  }
+  __device__ int num_channels() const { return (2 * p.key_heads + p.value_heads) * delta_size; }
+
+  // The mixer's outputs, normed by head, times the gates, and quantised.
+  __device__ void load_mixed_of(const Step& step) {
+    const DeltaLayer layer = delta_layer();
+    float* const raw = normed() + warp() * group_elements;
+    for (int group = warp(); group < step.groups; group += consumer_warps) {
+      const int first = group * group_elements + 8 * lane();
+      const float4* const mixed = reinterpret_cast<const float4*>(place_of(step.source + first));
+      const float4* const z = reinterpret_cast<const float4*>(place_of(p.proj + num_channels() + first));
+      const float4* const places[4] = {mixed, mixed + 1, z, z + 1};
+      float4 x[4];
+      take(places, x);
+      reinterpret_cast<float4*>(raw)[2 * lane()] = x[0];
+      reinterpret_cast<float4*>(raw)[2 * lane() + 1] = x[1];
+      __syncwarp();
+      OutputFactors factors = {load_eight(layer.norm + 8 * lane() % delta_size), {x[2], x[3]}};
+      open_factors(factors, layer);
+      const Eight y = finished_columns<delta_size>(raw, factors, layer.eps);
+      keep_group<group_elements>(shared_row(codes(), step.groups), group, quantize_eight(y));
+      __syncwarp();
+    }
+  }
+
   // Ends with the consumers together.
   __device__ void load(const Step& step) {
+    if (step.load == load_mixed) load_mixed_of(step);
     if (step.load == load_norm) load_norm_of(step);
     if (step.load == load_hidden) load_hidden_of(step);
     meet_consumers();
+    // All blocks have written what they made of the inputs before the token's.
+    if (step.load == load_mixed && step.keeps_key) keep_key(step.key_head);
   }
 
   // ---- products
@@ -281,9 +323,9 @@ struct Consumer {
     if (is_values ? lane() == 0 : own.writes) finish(first_row + (is_values ? 0 : own.row), sum);
   }
 
-  // Of a unit whose inputs are the norm.
-  __device__ float unit_of_norm(const MatrixShape& shape, const uint8_t* rows) const {
-    return unit_sum<types>(&shape, rows, codes(), p.hidden / group_elements, normed());
+  // Of a unit whose inputs are the step's row.
+  __device__ float unit_of_row(const Step& step, const MatrixShape& shape, const uint8_t* rows) const {
+    return unit_sum<types>(&shape, rows, codes(), step.groups, normed());
   }
 
   __device__ void run_products(const Step& step) {
@@ -293,9 +335,10 @@ struct Consumer {
       const uint8_t* rows = stage(step.ring);
       for (int row = 0; row < piece.rows; row += shape.unit_rows) {
         if (!is_own_turn()) continue;
-        const float sum = unit_of_norm(shape, rows + row * shape.stage_stride);
-        finish_unit(shape, piece.first_row + row, sum,
-                    [&](int r, float y) { put(place_of(step.out + r), y); });
+        const float sum = unit_of_row(step, shape, rows + row * shape.stage_stride);
+        finish_unit(shape, piece.first_row + row, sum, [&](int r, float y) {
+          put(place_of(step.out + r), step.op == op_add ? raw()[r] + y : y);
+        });
       }
       leave_stage(step.ring);
     }
@@ -312,14 +355,71 @@ struct Consumer {
       float* const out = place_of(step.out + piece.slot * p.ffn);
       for (int row = 0; row < piece.rows; row += gate_shape.unit_rows) {
         if (!is_own_turn()) continue;
-        const float gate = unit_of_norm(gate_shape, gates + row * gate_shape.stage_stride);
-        const float up = unit_of_norm(up_shape, ups + row * up_shape.stage_stride);
+        const float gate = unit_of_row(step, gate_shape, gates + row * gate_shape.stage_stride);
+        const float up = unit_of_row(step, up_shape, ups + row * up_shape.stage_stride);
         finish_unit(gate_shape, piece.first_row + row, up,
                     [&](int r, float y) { put(out + r, exact_swiglu(gate, y)); });
       }
       leave_stage(step.ring);
       leave_stage(step.ring);
     }
+  }
+
+  // ---- the mixer
+
+  // A piece of a head's state, by the threads that the recurrence has.
+  __device__ void run_mix(const Step& step) {
+    if (step.num_rows == 0 || threadIdx.x >= delta_threads) return;
+    constexpr int D = delta_size;
+    const DeltaLayer layer = delta_layer();
+    const DeltaStates states = {weights().conv_state, weights().state};
+    const OwnColumns<D> own = {step.first_row / D, step.key_head, step.first_row % D, 0};
+    Channels<D, delta_taps> channels;
+    channels.load_taps(own, layer);
+    channels.load(states, 0, num_channels());
+    float* const block_state = states.state + own.state_offset(layer);
+    float state[chain_keys<D>];
+    load_state<D>(block_state, state);
+    const float a = layer.a[own.head], dt_bias = layer.dt_bias[own.head];
+    const int alphas = p.proj + num_channels() + p.value_heads * D;
+    constexpr int count = Channels<D, delta_taps>::count;
+    const float* places[count + 2];
+    float numbers[count + 2];
+#pragma unroll
+    for (int j = 0; j < count; j++)
+      places[j] = place_of(p.proj + channels.channel[channels.exists(j) ? j : 0]);
+    places[count] = place_of(alphas + own.head);
+    places[count + 1] = place_of(alphas + p.value_heads + own.head);
+    take(places, numbers);
+#pragma unroll
+    for (int j = 0; j < count; j++) channels.input[j] = numbers[j];
+    const float2 gates = open_gates(numbers[count], numbers[count + 1], a, dt_bias);
+    mix_row<D, delta_taps>(channels, layer.eps, vectors, [] { meet_at<delta_threads>(2); });
+    const float output = coldstream::step<D>(state, vectors, gates);
+    if (own_chain() == 0) put(place_of(step.out + step.first_row + own_column()), output);
+    store_state<D>(block_state, state);
+    channels.store(states, 0, num_channels(), false);
+    if (!step.keeps_key) return;
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+#pragma unroll
+      for (int i = 0; i < delta_taps - 1; i++)
+        kept()[i * key_channels + j * delta_threads + threadIdx.x] = channels.history[j][i];
+  }
+
+  __device__ float number_at(int word) {
+    return by_words ? look(place_of(word), watch) : __ldcg(place_of(word));
+  }
+
+  // The inputs of the block's key head, once no other block reads the ones before.
+  __device__ void keep_key(int key_head) {
+    if (threadIdx.x >= key_channels) return;
+    const int number = threadIdx.x;
+    const int channel = number < delta_size ? key_head * delta_size + number
+                                            : (p.key_heads + key_head) * delta_size + number - delta_size;
+#pragma unroll
+    for (int i = 0; i < delta_taps - 1; i++)
+      weights().conv_state[i * num_channels() + channel] = kept()[i * key_channels + number];
   }
 
   // The same rows of all experts, whose sum is added to the residual.
@@ -344,8 +444,7 @@ struct Consumer {
     meet_consumers();
     const int i = 4 * threadIdx.x;
     if (i >= step.num_rows) return;
-    const float* const gate_at = place_of(p.logits + p.num_experts);
-    const float gate = by_words ? look(gate_at, watch) : __ldcg(gate_at);
+    const float gate = number_at(p.logits + p.num_experts);
     const Experts experts = {outputs(), choosing.weights, p.chosen, outputs() + p.chosen * max_down_rows,
                              &gate,     nullptr,          nullptr};
     // The row of the norm is the residual.
@@ -374,7 +473,8 @@ struct Consumer {
         }
         load(step);
         turn = 0;
-        if (step.op == op_products) run_products(step);
+        if (step.op == op_products || step.op == op_add) run_products(step);
+        if (step.op == op_mix) run_mix(step);
         if (step.op == op_gate_up) run_gate_up(step);
         if (step.op == op_down) run_down(step);
         raise(step);
@@ -425,6 +525,7 @@ __global__ void __launch_bounds__(token_warps* warp_size, 1)
     token_layers(const __grid_constant__ TokenProgram p) {
   __shared__ RingBarriers barriers[max_rings];
   __shared__ Choosing choosing;
+  __shared__ Vectors<delta_size> vectors;
   __shared__ TokenPlaces at;
   const Watch watch = {now_ns() + p.limit_ns, p.report, false, 0};
   const int warp = threadIdx.x / warp_size;
@@ -436,7 +537,7 @@ __global__ void __launch_bounds__(token_warps* warp_size, 1)
   if (threadIdx.x == 0) at = placed;
   __syncthreads();
   if (warp < consumer_warps) {
-    Consumer<types, by_words>{p, at, barriers, choosing, watch}.run();
+    Consumer<types, by_words>{p, at, barriers, choosing, vectors, watch}.run();
     return;
   }
   const int ring = warp - consumer_warps;

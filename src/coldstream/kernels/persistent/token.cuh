@@ -8,7 +8,7 @@
 
 namespace coldstream {
 
-constexpr int max_layer_matrices = 12, max_layer_vectors = 8;
+constexpr int max_layer_matrices = 13, max_layer_vectors = 6;
 
 constexpr int max_down_rows = 64;
 constexpr int row_bytes_of_group = 288;  // of a quantised row in shared memory, with its sums and its scale
@@ -20,11 +20,14 @@ struct RowPlaces {
   int codes;    // a quantised row
   int hidden;   // quantised rows of the chosen experts and the shared one
   int outputs;  // floats: a row of max_down_rows of each of these
+  int kept;     // floats: a key head's last inputs
   int lists;
 };
 
-enum StepOp { op_products, op_gate_up, op_down };
-enum StepLoad { load_nothing, load_norm, load_hidden };
+enum StepOp { op_products, op_add, op_mix, op_gate_up, op_down };
+enum StepLoad { load_nothing, load_norm, load_mixed, load_hidden };
+// Of a layer's vectors.
+enum LayerVector { attn_norm, ffn_norm, conv_taps, ssm_a, ssm_dt_bias, ssm_norm };
 
 // One phase of a block. Counters are those of the layer, negative ones of the layer before; places are words
 // of the activations.
@@ -40,8 +43,11 @@ struct Step {
   int ring;  // of its pieces
   int first_piece;
   int num_pieces;
-  int first_row;  // of outputs that the whole block sums
+  int first_row;  // of outputs that the whole block sums, or of a mixer the first column of its state
   int num_rows;
+  int groups;     // of the quantised inputs
+  int key_head;   // of a mixer
+  int keeps_key;  // whether the block keeps the inputs of the key head for the next token
 };
 
 // What a stage of a ring holds: rows of a matrix, in `copies` parts from the matrix, or from some experts'.
@@ -74,6 +80,8 @@ struct BlockLists {
 struct LayerWeights {
   const uint8_t* matrices[max_layer_matrices];
   const float* vectors[max_layer_vectors];
+  float* conv_state;
+  float* state;
   int64_t kind;
 };
 
@@ -94,6 +102,9 @@ struct TokenProgram {
   int ffn;
   int num_experts;
   int chosen;
+  int key_heads;
+  int value_heads;
+  int proj;         // place in the activations: queries, keys and values, z, alpha, beta
   int layer_words;  // of the activations
   int is_patient;
   int logits;  // place in the activations; the shared expert's gate lies behind those of all experts
