@@ -248,8 +248,33 @@ class ByOneLaunch:
         self.memory.activations[buffers.stream : buffers.stream + hidden] = self.stream[0]
         self.memory.counters.zero_()
 
-    def queue(self, signals: Signals) -> None:
-        launch_token(self.lists, self.memory, self.num_layers, EPS, signals)
+    def queue(self, signals: Signals, stamps: torch.Tensor | None = None) -> None:
+        launch_token(self.lists, replace(self.memory, stamps=stamps), self.num_layers, EPS, signals)
+
+    def phases(self, signals: Signals) -> dict[str, dict[str, int]]:
+        """Mean ns of each step over blocks and layers: until inputs are seen, loaded, and computed."""
+        lists, names = self.lists, self.lists.blocks[0][0].names
+        counts = (self.num_layers, lists.num_slots, lists.num_blocks, 5)
+        stamps = torch.zeros(counts, dtype=torch.int32, device=self.stream.device)
+        for _ in range(3):
+            self.begin()
+            self.queue(signals, stamps)
+        self.result()
+        cycles = stamps.long()
+        whole = (cycles[-1, : len(names), :, 3].amax(0) - cycles[1, 0, :, 0]) & 0xFFFFFFFF
+        found = {"cycles a layer": {"whole": int(whole.double().mean()) // (self.num_layers - 1)}}
+        for slot, name in enumerate(names):
+            begins, sees, loaded, ends, waited = cycles[1:, slot].unbind(-1)
+            sees = torch.where(sees == 0, begins, sees)
+            spans = {
+                "sees": sees - begins,
+                "loads": loaded - sees,
+                "computes": ends - loaded,
+                "bytes": waited,
+            }
+            key = name if name not in found else f"{name} {slot}"
+            found[key] = {what: int((span & 0xFFFFFFFF).double().mean()) for what, span in spans.items()}
+        return found
 
     def result(self) -> torch.Tensor:
         """The stream behind all layers. StuckError if a wait came to no end."""
@@ -297,6 +322,7 @@ def measured(layers: Sequence[Layer], kinds: Sequence[LayerShape], stream: torch
     want = by_launches.run().clone()
     wanted_states = [[each.clone() for each in layer.states] for layer in by_launches.layers]
     rows: dict[str, Any] = {"launches": {"us_a_layer": graph_seconds([by_launches.run]) * 1e6 / len(layers)}}
+    print("launches", rows["launches"], flush=True)
     lists = plan(kinds, device_limits().num_processors)
     for name, signals in SIGNALS.items():
         own = [layer.copied() for layer in layers]
@@ -315,10 +341,13 @@ def measured(layers: Sequence[Layer], kinds: Sequence[LayerShape], stream: torch
             )
             us = graph_seconds([token]) * 1e6 / len(layers)
             by_one.result()
-            rows[name] = {"us_a_layer": us, "same_bits": same}
+            rows[name] = {"us_a_layer": us, "same_bits": same, "phases": by_one.phases(signals)}
         except Exception as error:  # the others still run
             rows[name] = {"error": str(error)}
-        print(name, rows[name], flush=True)
+        shown = {key: value for key, value in rows[name].items() if key != "phases"}
+        print(name, shown, flush=True)
+        for phase, spans in rows[name].get("phases", {}).items():
+            print("   ", phase, spans, flush=True)
     return rows
 
 

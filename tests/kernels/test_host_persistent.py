@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("host")
 
 Q4, Q5, Q6, F32 = QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.F32
 LIMIT_NS = 10**12  # each look at the host's clock takes a millisecond of it
+RINGS = (Ring(2, 8192), Ring(2, 10240), Ring(2, 16384))
 NAMES = (*ROUTED, *SHARED, *PROJECTED, DELTA_OUT)
 TYPES = ((Q4, Q4, Q6, Q4, Q4, Q4, Q5, Q4, F32, F32, Q4), (Q4, Q5, Q4, Q6, Q6, Q5, Q6, Q5, F32, F32, Q6))
 SIGNALS = (Signals(True, False, LIMIT_NS), Signals(True, True, LIMIT_NS), Signals(False, False, LIMIT_NS))
@@ -43,7 +44,7 @@ def test_layers_have_the_bits_of_launches(heads: tuple[int, int], blocks: int, s
     stream = torch.randn(1, 512, generator=generator)
     own = [layer.copied() for layer in layers]
     launches = ByLaunches(layers, stream)
-    launch = ByOneLaunch(own, plan(kinds, blocks, (Ring(2, 8192), Ring(2, 10240), Ring(2, 16384))), stream)
+    launch = ByOneLaunch(own, plan(kinds, blocks, RINGS), stream)
     for _ in range(2):
         want = launches.run()
         assert want.isfinite().all()
@@ -54,3 +55,15 @@ def test_layers_have_the_bits_of_launches(heads: tuple[int, int], blocks: int, s
         for mine, its in zip(own, layers, strict=True):
             for mine_state, its_state in zip(mine.states, its.states, strict=True):
                 assert_same_bits(mine_state, its_state)
+
+
+def test_stamps_are_of_all_steps() -> None:
+    generator = torch.Generator().manual_seed(1)
+    kinds = kinds_of(Sizes(512, 256, 24, 3, 2, 4))
+    layers = [Layer.random(0, kinds[0], generator) for _ in range(2)]
+    stream = torch.randn(1, 512, generator=generator)
+    launch = ByOneLaunch(layers, plan(kinds, 8, RINGS), stream)
+    found = launch.phases(SIGNALS[0])
+    names = {"in", "mix", "mix 2", "out", "route", "shared", "gate and up", "down"}
+    assert names < found.keys() | {"mix 2"}
+    assert all(span >= 0 for spans in found.values() for span in spans.values())

@@ -25,7 +25,7 @@ LIMIT_NS = 2_000_000_000  # of a launch, after which every wait fails
 MOST_SHARED_BYTES = 227 * 1024 - 6784  # of a block on sm_90, beside what the kernel declares itself
 NOTHING_FAILED = (0, 2**32 - 1)
 KERNEL = "token_layers"
-PROGRAM = CudaProgram(Path(__file__).with_name("token.cu"), (f"{KERNEL}<1u, true>",))
+PROGRAM = CudaProgram(Path(__file__).with_name("token.cu"), (f"{KERNEL}<1u, true, false>",))
 
 
 @declared_in("persistent/token.cuh")
@@ -65,10 +65,11 @@ class LayerArrays:
     state: DeviceArray | None = None  # float32 [value heads, d, d]
 
 
-def instance(lists: TokenLists, *, by_words: bool) -> str:
+def instance(lists: TokenLists, *, by_words: bool, has_stamps: bool = False) -> str:
     """The kernel for the types of these lists, and how its blocks wait for each other."""
     types = {matrix.quant_type for kind in lists.kinds for matrix in kind.matrices.values()}
-    return instance_for(KERNEL, types).replace(">", f", {str(by_words).lower()}>")
+    flags = "".join(f", {str(flag).lower()}" for flag in (by_words, has_stamps))
+    return instance_for(KERNEL, types).replace(">", f"{flags}>")
 
 
 def shared_bytes(lists: TokenLists, num_layers: int) -> int:
@@ -125,6 +126,7 @@ class TokenMemory:
     activations: DeviceArray
     counters: DeviceArray
     report: DeviceArray
+    stamps: DeviceArray | None = None  # uint32 [layers, slots, blocks, 5]: what a launch notes there
 
 
 def num_counters(lists: TokenLists, num_layers: int) -> int:
@@ -147,7 +149,8 @@ def launch_token(
     steps, pieces, heads, shapes = (each.data_ptr() for each in memory.lists)
     program = TokenProgram(
         steps=steps, pieces=pieces, lists=heads, shapes=shapes, layers=memory.layers.data_ptr(),
-        activations=memory.activations.data_ptr(), report=memory.report.data_ptr(), num_layers=num_layers,
+        activations=memory.activations.data_ptr(), report=memory.report.data_ptr(),
+        stamps=None if memory.stamps is None else memory.stamps.data_ptr(), num_slots=lists.num_slots, num_layers=num_layers,
         num_kinds=len(lists.kinds), num_shapes=len(lists.shapes), hidden=sizes.hidden, ffn=sizes.ffn,
         num_experts=sizes.experts, chosen=sizes.chosen, key_heads=sizes.key_heads,
         value_heads=sizes.value_heads, proj=lists.buffers.projected,
@@ -161,7 +164,7 @@ def launch_token(
     counters.splits, counters.stride, counters.backoff_ns = 1, 1, 0
     for number, ring in enumerate(lists.rings):
         program.stages[number], program.stage_bytes[number] = ring.stages, ring.stage_bytes
-    PROGRAM.kernel(instance(lists, by_words=signals.by_words)).launch(
+    PROGRAM.kernel(instance(lists, by_words=signals.by_words, has_stamps=memory.stamps is not None)).launch(
         (lists.num_blocks, 1, 1),
         THREADS,
         (program,),

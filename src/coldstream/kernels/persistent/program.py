@@ -223,6 +223,11 @@ class TokenLists:
         return max(map(of, range(self.num_blocks)))
 
     @property
+    def num_slots(self) -> int:
+        """The most steps of a block in a layer."""
+        return max(len(block.steps) for kind in self.blocks for block in kind)
+
+    @property
     def rows(self) -> RowPlaces:
         """What a block keeps behind its rings."""
         shape = self.kinds[0].sizes
@@ -401,7 +406,8 @@ class _Planner:
             step = self.step(
                 block, "out", op=OPS.index("op_add"), load=LOADS.index("load_mixed"),
                 source=self.buffers.mixed, groups=self.sizes.values // GROUP, out=self.buffers.middle,
-                keeps_key=len(kept), key_head=kept[0].key_head if kept else 0, **self.behind(wait), **{"raise": raised},
+                keeps_key=len(kept), key_head=kept[0].key_head if kept else 0,
+                **self.behind(wait), **{"raise": raised},
             )  # fmt: skip
             self.add_pieces(block, step, 1, self.rows_of(DELTA_OUT, self.own_rows(DELTA_OUT, block), 1))
         self.stream, self.last = self.buffers.middle, raised

@@ -150,7 +150,7 @@ __device__ __noinline__ float unit_sum(const MatrixShape* shape, const uint8_t* 
   return sum[0];
 }
 
-template <Types types, bool by_words>
+template <Types types, bool by_words, bool has_stamps>
 struct Consumer {
   const TokenProgram& p;
   const TokenPlaces& at;
@@ -160,6 +160,7 @@ struct Consumer {
   Watch watch;
   Place first, second, third;  // of the rings
   int turn = 0;                // of the step's units, which warps take in turn
+  Stamps stamps = {};
 
   __device__ int warp() const { return threadIdx.x / warp_size; }
   __device__ int lane() const { return threadIdx.x % warp_size; }
@@ -180,16 +181,19 @@ struct Consumer {
   // Floats or vectors that other blocks have written, or will write.
   template <typename T, int count>
   __device__ void take(const T* const (&from)[count], T (&x)[count]) {
-    if constexpr (by_words) return look(from, x, p.is_patient, watch);
+    if constexpr (by_words) look(from, x, p.is_patient, watch);
 #pragma unroll
-    for (int i = 0; i < count; i++) x[i] = __ldcg(from[i]);
+    for (int i = 0; i < count && !by_words; i++) x[i] = __ldcg(from[i]);
+    if constexpr (has_stamps) stamps.sees = cycles();
   }
 
   // A ring's stage, so many behind its next one, once its bytes are there.
   __device__ const uint8_t* stage(int ring, int behind = 0) {
     Place now = place(ring);
     for (int i = 0; i < behind; i++) now.advance(p.stages[ring]);
+    const uint32_t before = has_stamps ? cycles() : 0;
     wait_phase(shared_address(barriers[ring].full[now.stage]), now.phase, watch);
+    if constexpr (has_stamps) stamps.waited += cycles() - before;
     return shared_at(at.rings[ring] + now.stage * p.stage_bytes[ring]);
   }
 
@@ -467,17 +471,24 @@ struct Consumer {
       const BlockLists& lists = at.lists[weights().kind];
       for (int i = 0; i < lists.num_steps; i++) {
         const Step& step = at.steps[lists.first_step + i];
+        if constexpr (has_stamps) stamps = {cycles()};
         if (!by_words) {
           if (threadIdx.x == 0) wait_counter<false>(p.counters, step.wait, step.target, watch);
           meet_consumers();
         }
         load(step);
+        if constexpr (has_stamps) stamps.loaded = cycles();
         turn = 0;
         if (step.op == op_products || step.op == op_add) run_products(step);
         if (step.op == op_mix) run_mix(step);
         if (step.op == op_gate_up) run_gate_up(step);
         if (step.op == op_down) run_down(step);
         raise(step);
+        if (has_stamps && threadIdx.x == 0) {
+          stamps.ends = cycles();
+          const int place = (layer * p.num_slots + i) * gridDim.x + blockIdx.x;
+          reinterpret_cast<Stamps*>(p.stamps)[place] = stamps;
+        }
       }
     }
   }
@@ -520,7 +531,7 @@ using namespace coldstream;
 
 // grid: at most a block for each multiprocessor, all of which run at once. by_words: activations are
 // `unwritten_bits` before, and who reads them waits for them; otherwise blocks wait for counters.
-template <Types types, bool by_words>
+template <Types types, bool by_words, bool has_stamps>
 __global__ void __launch_bounds__(token_warps* warp_size, 1)
     token_layers(const __grid_constant__ TokenProgram p) {
   __shared__ RingBarriers barriers[max_rings];
@@ -537,7 +548,7 @@ __global__ void __launch_bounds__(token_warps* warp_size, 1)
   if (threadIdx.x == 0) at = placed;
   __syncthreads();
   if (warp < consumer_warps) {
-    Consumer<types, by_words>{p, at, barriers, choosing, vectors, watch}.run();
+    Consumer<types, by_words, has_stamps>{p, at, barriers, choosing, vectors, watch}.run();
     return;
   }
   const int ring = warp - consumer_warps;

@@ -85,6 +85,15 @@ struct LayerWeights {
   int64_t kind;
 };
 
+// When the first warp of a block was where in a step, in cycles.
+struct Stamps {
+  uint32_t begins;
+  uint32_t sees;  // inputs that others have written
+  uint32_t loaded;
+  uint32_t ends;
+  uint32_t waited;  // for bytes, of all pieces
+};
+
 // A launch, for all blocks.
 struct TokenProgram {
   const Step* steps;
@@ -95,9 +104,11 @@ struct TokenProgram {
   float* activations;  // of each layer, and behind the last one
   Counters counters;
   uint32_t* report;
+  uint32_t* stamps;  // [layers, slots, blocks] of `Stamps`
   int num_layers;
   int num_kinds;
   int num_shapes;
+  int num_slots;  // the most steps of a block in a layer
   int hidden;
   int ffn;
   int num_experts;
