@@ -4,12 +4,13 @@
 
 Layers are a gated DeltaNet and a mixture of experts in the shape of the full-size model, with random weights
 of the types of the file. Both ways begin with one residual stream, and have to end with the same bits and
-states. Times are those of a graph of all layers, medians.
+states. Times are medians: of a graph of all launches, and of one launch with what clears its memory.
 """
 
 import argparse
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,11 +60,15 @@ from coldstream.kernels.router.cuda import NormBefore, RouterBuffers, router_gem
 
 EPS = 1e-6
 SCALES = {QuantType.Q4_K: (0, 2), QuantType.Q5_K: (0, 2), QuantType.Q6_K: (208,)}  # of a block, float16
-SIGNALS = {
-    "words": Signals(by_words=True),
-    "words, first alone": Signals(by_words=True, is_patient=True),
-    "counters": Signals(by_words=False),
+# How blocks wait for each other, and how many of their warps compute.
+VERSIONS = {
+    "words": (Signals(by_words=True), 8),
+    "words, first alone": (Signals(by_words=True, is_patient=True), 8),
+    "counters": (Signals(by_words=False), 8),
+    "words, 12 warps": (Signals(by_words=True), 12),
+    "words, 16 warps": (Signals(by_words=True), 16),
 }
+LAUNCHES, QUEUED_BEFORE = 30, 8
 
 
 def random_blocks(quant_type: QuantType, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -316,6 +321,19 @@ def read_bytes(layers: Sequence[Layer]) -> int:
     return total
 
 
+def queued_seconds(token: Callable[[], None]) -> float:
+    """Median of a call, queued behind others so that the device does not wait for the host."""
+    events = []
+    for _ in range(QUEUED_BEFORE + LAUNCHES):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        token()
+        end.record()
+        events.append((begin, end))
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) * 1e-3 for begin, end in events[QUEUED_BEFORE:])
+
+
 def measured(layers: Sequence[Layer], kinds: Sequence[LayerShape], stream: torch.Tensor) -> dict[str, Any]:
     """Times of both ways, in µs a layer, and whether bits are the same."""
     by_launches = ByLaunches([layer.copied() for layer in layers], stream)
@@ -323,8 +341,8 @@ def measured(layers: Sequence[Layer], kinds: Sequence[LayerShape], stream: torch
     wanted_states = [[each.clone() for each in layer.states] for layer in by_launches.layers]
     rows: dict[str, Any] = {"launches": {"us_a_layer": graph_seconds([by_launches.run]) * 1e6 / len(layers)}}
     print("launches", rows["launches"], flush=True)
-    lists = plan(kinds, device_limits().num_processors)
-    for name, signals in SIGNALS.items():
+    for name, (signals, warps) in VERSIONS.items():
+        lists = plan(kinds, device_limits().num_processors, warps=warps)
         own = [layer.copied() for layer in layers]
         by_one = ByOneLaunch(own, lists, stream)
 
@@ -339,7 +357,7 @@ def measured(layers: Sequence[Layer], kinds: Sequence[LayerShape], stream: torch
                 for layer, states in zip(own, wanted_states, strict=True)
                 for both in zip(layer.states, states, strict=True)
             )
-            us = graph_seconds([token]) * 1e6 / len(layers)
+            us = queued_seconds(token) * 1e6 / len(layers)
             by_one.result()
             rows[name] = {"us_a_layer": us, "same_bits": same, "phases": by_one.phases(signals)}
         except Exception as error:  # the others still run

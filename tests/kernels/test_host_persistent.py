@@ -35,8 +35,10 @@ def kinds_of(sizes: Sizes) -> list[LayerShape]:
 
 @pytest.mark.parametrize("signals", SIGNALS)
 @pytest.mark.parametrize("blocks", [3, 8])
-@pytest.mark.parametrize("heads", [(0, 0), (2, 4)])
-def test_layers_have_the_bits_of_launches(heads: tuple[int, int], blocks: int, signals: Signals) -> None:
+@pytest.mark.parametrize(("heads", "warps"), [((0, 0), 8), ((2, 4), 8), ((2, 4), 12)])
+def test_layers_have_the_bits_of_launches(
+    heads: tuple[int, int], warps: int, blocks: int, signals: Signals
+) -> None:
     """Two tokens, so that the states that the first has left are read."""
     generator = torch.Generator().manual_seed(blocks)
     kinds = kinds_of(Sizes(512, 256, 24, 3, *heads))
@@ -44,7 +46,7 @@ def test_layers_have_the_bits_of_launches(heads: tuple[int, int], blocks: int, s
     stream = torch.randn(1, 512, generator=generator)
     own = [layer.copied() for layer in layers]
     launches = ByLaunches(layers, stream)
-    launch = ByOneLaunch(own, plan(kinds, blocks, RINGS), stream)
+    launch = ByOneLaunch(own, plan(kinds, blocks, RINGS, warps), stream)
     for _ in range(2):
         want = launches.run()
         assert want.isfinite().all()

@@ -20,12 +20,12 @@ from coldstream.kernels.persistent.program import (
     TokenLists,
 )
 
-THREADS = 32 * (8 + MAX_RINGS)
+WARP_SIZE = 32
 LIMIT_NS = 2_000_000_000  # of a launch, after which every wait fails
 MOST_SHARED_BYTES = 227 * 1024 - 6784  # of a block on sm_90, beside what the kernel declares itself
 NOTHING_FAILED = (0, 2**32 - 1)
 KERNEL = "token_layers"
-PROGRAM = CudaProgram(Path(__file__).with_name("token.cu"), (f"{KERNEL}<1u, true, false>",))
+PROGRAM = CudaProgram(Path(__file__).with_name("token.cu"), (f"{KERNEL}<1u, true, false, 8>",))
 
 
 @declared_in("persistent/token.cuh")
@@ -69,7 +69,7 @@ def instance(lists: TokenLists, *, by_words: bool, has_stamps: bool = False) -> 
     """The kernel for the types of these lists, and how its blocks wait for each other."""
     types = {matrix.quant_type for kind in lists.kinds for matrix in kind.matrices.values()}
     flags = "".join(f", {str(flag).lower()}" for flag in (by_words, has_stamps))
-    return instance_for(KERNEL, types).replace(">", f"{flags}>")
+    return instance_for(KERNEL, types).replace(">", f"{flags}, {lists.warps}>")
 
 
 def shared_bytes(lists: TokenLists, num_layers: int) -> int:
@@ -150,7 +150,8 @@ def launch_token(
     program = TokenProgram(
         steps=steps, pieces=pieces, lists=heads, shapes=shapes, layers=memory.layers.data_ptr(),
         activations=memory.activations.data_ptr(), report=memory.report.data_ptr(),
-        stamps=None if memory.stamps is None else memory.stamps.data_ptr(), num_slots=lists.num_slots, num_layers=num_layers,
+        stamps=None if memory.stamps is None else memory.stamps.data_ptr(), num_slots=lists.num_slots,
+        num_layers=num_layers,
         num_kinds=len(lists.kinds), num_shapes=len(lists.shapes), hidden=sizes.hidden, ffn=sizes.ffn,
         num_experts=sizes.experts, chosen=sizes.chosen, key_heads=sizes.key_heads,
         value_heads=sizes.value_heads, proj=lists.buffers.projected,
@@ -166,7 +167,7 @@ def launch_token(
         program.stages[number], program.stage_bytes[number] = ring.stages, ring.stage_bytes
     PROGRAM.kernel(instance(lists, by_words=signals.by_words, has_stamps=memory.stamps is not None)).launch(
         (lists.num_blocks, 1, 1),
-        THREADS,
+        WARP_SIZE * (lists.warps + MAX_RINGS),
         (program,),
         shared_bytes=shared_bytes(lists, num_layers),
         together=True,

@@ -36,7 +36,7 @@ SHARED = ("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp")
 PROJECTED, DELTA_OUT = ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta"), "ssm_out"
 MATRICES = (*PROJECTED, DELTA_OUT, ROUTER, SHARED_GATE, *ROUTED, *SHARED)  # as in `LayerWeights`
 HEAD_SIZE, TAPS, STATE_COLUMNS = 128, 4, 32
-CONSUMER_WARPS = 8
+CONSUMER_WARPS = 8  # of a block, unless a plan says otherwise
 
 
 class ProgramError(ColdstreamError, ValueError):
@@ -204,6 +204,7 @@ class TokenLists:
     blocks: tuple[tuple[BlockProgram, ...], ...]
     shapes: tuple[MatrixShape, ...]
     counters: tuple[str, ...]
+    warps: int  # that compute
 
     @property
     def num_blocks(self) -> int:
@@ -232,12 +233,15 @@ class TokenLists:
         """What a block keeps behind its rings."""
         shape = self.kinds[0].sizes
         rows = shape.chosen + 1
+        normed, hidden = 4 * shape.hidden, rows * (shape.ffn // GROUP) * ROW_BYTES_OF_GROUP
+        # Each warp has room for a group of floats from the normed row on, while nothing else is there.
+        outputs = max(4 * rows * MOST_DOWN_ROWS, 4 * GROUP * self.warps - normed - hidden)
         counts = (
             4 * shape.hidden,
-            max(4 * shape.hidden, 4 * GROUP * CONSUMER_WARPS),
+            normed,
+            hidden,
+            outputs,
             max(shape.hidden, shape.values) // GROUP * ROW_BYTES_OF_GROUP,
-            rows * (shape.ffn // GROUP) * ROW_BYTES_OF_GROUP,
-            4 * rows * MOST_DOWN_ROWS,
             4 * 2 * HEAD_SIZE * (TAPS - 1) if shape.value_heads else 0,
         )
         places = [0]
@@ -529,7 +533,9 @@ def _check_copies(name: str, piece: Piece) -> None:
         raise ProgramError(f"{name}: pieces of {sizes} bytes are no whole {COPY_BYTES}")
 
 
-def plan(kinds: Sequence[LayerShape], num_blocks: int, rings: Sequence[Ring] = RINGS) -> TokenLists:
+def plan(
+    kinds: Sequence[LayerShape], num_blocks: int, rings: Sequence[Ring] = RINGS, warps: int = CONSUMER_WARPS
+) -> TokenLists:
     """The lists of `num_blocks` blocks for kinds of layers that agree in their sizes.
 
     ProgramError for what does not fit.
@@ -557,6 +563,7 @@ def plan(kinds: Sequence[LayerShape], num_blocks: int, rings: Sequence[Ring] = R
         blocks,
         tuple(shapes.all),
         tuple(planners[0].counters),
+        warps,
     )
 
 

@@ -2,7 +2,7 @@
 // the bits of the launches of one row, whose device functions do the arithmetic. program.py makes the lists,
 // and simulator.py checks them.
 //
-// A block has eight warps that compute (consumers), and one for each ring of stages, which copies pieces of
+// A block has warps that compute (consumers), and one for each ring of stages, which copies pieces of
 // weights ahead of their use (producers). Who fills the ring of the chosen experts also chooses them, for its
 // block.
 #include "cuda/answer.cuh"
@@ -17,8 +17,6 @@ extern __shared__ float4 dynamic_shared[];
 
 namespace coldstream {
 
-constexpr int consumer_warps = 8, token_warps = consumer_warps + max_rings;
-constexpr int num_consumers = consumer_warps * warp_size;
 constexpr int experts_a_lane = 8;
 constexpr int delta_size = 128, delta_taps = 4, key_channels = 2 * delta_size;
 
@@ -38,8 +36,6 @@ struct TokenPlaces {
   const Step* steps;
   const Piece* pieces;
 };
-
-__device__ __forceinline__ void meet_consumers() { meet_at<num_consumers>(1); }
 
 // ---- words that say by themselves that they are there
 
@@ -150,8 +146,10 @@ __device__ __noinline__ float unit_sum(const MatrixShape* shape, const uint8_t* 
   return sum[0];
 }
 
-template <Types types, bool by_words, bool has_stamps>
+template <Types types, bool by_words, bool has_stamps, int consumer_warps>
 struct Consumer {
+  static constexpr int num_consumers = consumer_warps * warp_size;
+
   const TokenProgram& p;
   const TokenPlaces& at;
   RingBarriers* barriers;
@@ -162,6 +160,7 @@ struct Consumer {
   int turn = 0;                // of the step's units, which warps take in turn
   Stamps stamps = {};
 
+  __device__ static void meet_consumers() { meet_at<num_consumers>(1); }
   __device__ int warp() const { return threadIdx.x / warp_size; }
   __device__ int lane() const { return threadIdx.x % warp_size; }
   __device__ Place place(int ring) const { return ring == 0 ? first : ring == 1 ? second : third; }
@@ -252,8 +251,9 @@ struct Consumer {
 
   // The hidden rows of all chosen experts and the shared one, quantised.
   __device__ void load_hidden_of(const Step& step) {
-    constexpr int at_once = 3;  // groups of a warp
+    constexpr int at_once = consumer_warps > 8 ? 2 : 3;  // groups of a warp
     const int groups = p.ffn / group_elements, total = (p.chosen + 1) * groups;
+    const int per_group = ((1 << 16) + groups - 1) / groups;
     const float4* const from = reinterpret_cast<const float4*>(place_of(step.source)) + 2 * lane();
     for (int first = warp(); first < total; first += at_once * consumer_warps) {
       const float4* places[2 * at_once];
@@ -269,7 +269,7 @@ struct Consumer {
       for (int i = 0; i < at_once; i++) {
         const int at_group = first + i * consumer_warps;
         if (at_group >= total) break;
-        const int slot = at_group / groups, group = at_group - slot * groups;
+        const int slot = at_group * per_group >> 16, group = at_group - slot * groups;
         const float4 low = x[2 * i], high = x[2 * i + 1];
         const float y[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
         keep_group<group_elements>(shared_row(hidden_codes(slot), groups), group, quantize_group(y));
@@ -531,8 +531,8 @@ using namespace coldstream;
 
 // grid: at most a block for each multiprocessor, all of which run at once. by_words: activations are
 // `unwritten_bits` before, and who reads them waits for them; otherwise blocks wait for counters.
-template <Types types, bool by_words, bool has_stamps>
-__global__ void __launch_bounds__(token_warps* warp_size, 1)
+template <Types types, bool by_words, bool has_stamps, int consumer_warps>
+__global__ void __launch_bounds__(((consumer_warps + max_rings) * warp_size), 1)
     token_layers(const __grid_constant__ TokenProgram p) {
   __shared__ RingBarriers barriers[max_rings];
   __shared__ Choosing choosing;
@@ -548,7 +548,7 @@ __global__ void __launch_bounds__(token_warps* warp_size, 1)
   if (threadIdx.x == 0) at = placed;
   __syncthreads();
   if (warp < consumer_warps) {
-    Consumer<types, by_words, has_stamps>{p, at, barriers, choosing, vectors, watch}.run();
+    Consumer<types, by_words, has_stamps, consumer_warps>{p, at, barriers, choosing, vectors, watch}.run();
     return;
   }
   const int ring = warp - consumer_warps;

@@ -17,9 +17,9 @@ constexpr int row_bytes_of_group = 288;  // of a quantised row in shared memory,
 struct RowPlaces {
   int raw;      // floats: the inputs of a norm
   int normed;   // and its outputs, for matrices of floats
-  int codes;    // a quantised row
   int hidden;   // quantised rows of the chosen experts and the shared one
   int outputs;  // floats: a row of max_down_rows of each of these
+  int codes;    // a quantised row
   int kept;     // floats: a key head's last inputs
   int lists;
 };
