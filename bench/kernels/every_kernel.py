@@ -30,6 +30,7 @@ from coldstream.kernels.linear import cuda as linear_skinny
 from coldstream.kernels.linear import cuda_gemm as linear_gemm
 from coldstream.kernels.linear.skinny_layouts import Walk
 from coldstream.kernels.ops import GATED_UNITS
+from coldstream.kernels.persistent import cuda as persistent
 
 KIB = 1024
 # By architecture: multiprocessors of a common card, KiB of shared memory for a block and for all, and what
@@ -106,6 +107,8 @@ def every_kernel(arch: str) -> list[ListedKernel]:
     device = DEVICES[arch]
     found = [*_attention(device), *_tiles(device), *_drafts(device), *_mixed()]
     special = {linear_gemm.PROGRAM.source, experts_gemm.PROGRAM.source}
+    if not features_for(arch).has_clusters:  # copies of whole pieces came with them
+        special.add(persistent.PROGRAM.source)
     for program in _programs():
         if program.source not in special:
             those = (ListedKernel(program.source, instance) for instance in program.instances)

@@ -72,7 +72,7 @@ def microseconds(
     """Of a layer and token, of each launch, in order of size."""
     layers = launch.num_layers * launch.planned.design.tokens
     found = []
-    # The host's part of a launch takes about as long as a fifth of one, so that the first ones begin too soon.
+    # The host takes about a fifth of a launch's time for the next one, so the first ones are not queued yet.
     for _ in range(QUEUED_BEFORE + launches):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         launch.counters.zero_()

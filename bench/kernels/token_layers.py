@@ -41,6 +41,7 @@ from coldstream.kernels.persistent.cuda import (
     packed_lists,
 )
 from coldstream.kernels.persistent.program import (
+    CONV_KERNEL,
     DELTA_OUT,
     HEAD_SIZE,
     PROJECTED,
@@ -48,7 +49,6 @@ from coldstream.kernels.persistent.program import (
     ROUTER,
     SHARED,
     SHARED_GATE,
-    TAPS,
     LayerShape,
     Sizes,
     TokenLists,
@@ -112,13 +112,13 @@ class Layer:
         if not sizes.value_heads:
             return cls(kind, shape, made, vectors, ())
         vectors |= {
-            "conv_taps": normal(sizes.channels, TAPS),
+            "conv_taps": normal(sizes.channels, CONV_KERNEL),
             "ssm_a": -normal(sizes.value_heads).abs(),
             "ssm_dt_bias": normal(sizes.value_heads),
             "ssm_norm": 1 + 0.1 * normal(HEAD_SIZE),
         }
         states = (
-            normal(1, TAPS - 1, sizes.channels),
+            normal(1, CONV_KERNEL - 1, sizes.channels),
             0.1 * normal(1, sizes.value_heads, HEAD_SIZE, HEAD_SIZE),
         )
         return cls(kind, shape, made, vectors, states)

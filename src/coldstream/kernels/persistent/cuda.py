@@ -1,19 +1,22 @@
 """The launch of a token's layers: lists and memory on a device."""
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from coldstream.errors import ColdstreamError
+from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.skinny_shapes import instance_for
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.persistent.program import (
+    CONSUMER_WARPS,
     MATRICES,
     MAX_RINGS,
+    TYPES,
     VECTORS,
     BlockLists,
     ProgramError,
@@ -25,7 +28,19 @@ LIMIT_NS = 2_000_000_000  # of a launch, after which every wait fails
 MOST_SHARED_BYTES = 227 * 1024 - 6784  # of a block on sm_90, beside what the kernel declares itself
 NOTHING_FAILED = (0, 2**32 - 1)
 KERNEL = "token_layers"
-PROGRAM = CudaProgram(Path(__file__).with_name("token.cu"), (f"{KERNEL}<1u, true, false, 8>",))
+
+
+def instance_of(types: Iterable[QuantType], warps: int, *, by_words: bool, has_stamps: bool = False) -> str:
+    """The kernel for weights of these types, and how its blocks wait for each other."""
+    flags = "".join(f", {str(flag).lower()}" for flag in (by_words, has_stamps))
+    return instance_for(KERNEL, types).replace(">", f"{flags}, {warps}>")
+
+
+PROGRAM = CudaProgram(
+    Path(__file__).with_name("token.cu"),
+    tuple(instance_of(TYPES, CONSUMER_WARPS, by_words=by_words) for by_words in (True, False)),
+    is_slow=True,
+)
 
 
 @declared_in("persistent/token.cuh")
@@ -66,10 +81,9 @@ class LayerArrays:
 
 
 def instance(lists: TokenLists, *, by_words: bool, has_stamps: bool = False) -> str:
-    """The kernel for the types of these lists, and how its blocks wait for each other."""
+    """`instance_of` the types of these lists."""
     types = {matrix.quant_type for kind in lists.kinds for matrix in kind.matrices.values()}
-    flags = "".join(f", {str(flag).lower()}" for flag in (by_words, has_stamps))
-    return instance_for(KERNEL, types).replace(">", f"{flags}, {lists.warps}>")
+    return instance_of(types, lists.warps, by_words=by_words, has_stamps=has_stamps)
 
 
 def shared_bytes(lists: TokenLists, num_layers: int) -> int:

@@ -35,7 +35,7 @@ ROUTED = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 SHARED = ("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp")
 PROJECTED, DELTA_OUT = ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta"), "ssm_out"
 MATRICES = (*PROJECTED, DELTA_OUT, ROUTER, SHARED_GATE, *ROUTED, *SHARED)  # as in `LayerWeights`
-HEAD_SIZE, TAPS, STATE_COLUMNS = 128, 4, 32
+HEAD_SIZE, CONV_KERNEL, STATE_COLUMNS = 128, 4, 32
 CONSUMER_WARPS = 8  # of a block, unless a plan says otherwise
 
 
@@ -179,19 +179,19 @@ class Buffers:
     @classmethod
     def of(cls, sizes: Sizes) -> "Buffers":
         projected = sizes.channels + sizes.values + 2 * sizes.value_heads
-        counts = (
-            sizes.hidden,
-            projected,
-            sizes.values,
-            sizes.hidden if sizes.value_heads else 0,
-            sizes.experts + 1,
-            (sizes.chosen + 1) * sizes.ffn,
-        )
-        places, end = [], 0
-        for count in counts:
-            places.append(end)
+        counts = {
+            "stream": sizes.hidden,
+            "projected": projected,
+            "mixed": sizes.values,
+            "middle": sizes.hidden if sizes.value_heads else 0,
+            "logits": sizes.experts + 1,
+            "units": (sizes.chosen + 1) * sizes.ffn,
+        }
+        places, end = dict[str, int](), 0
+        for name, count in counts.items():
+            places[name] = end
             end += -(-count // 64) * 64
-        return cls(*places, end)
+        return cls(**places, num_words=end)
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class TokenLists:
             hidden,
             outputs,
             max(shape.hidden, shape.values) // GROUP * ROW_BYTES_OF_GROUP,
-            4 * 2 * HEAD_SIZE * (TAPS - 1) if shape.value_heads else 0,
+            4 * 2 * HEAD_SIZE * (CONV_KERNEL - 1) if shape.value_heads else 0,
         )
         places = [0]
         for size in counts:

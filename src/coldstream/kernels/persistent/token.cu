@@ -18,7 +18,7 @@ extern __shared__ float4 dynamic_shared[];
 namespace coldstream {
 
 constexpr int experts_a_lane = 8;
-constexpr int delta_size = 128, delta_taps = 4, key_channels = 2 * delta_size;
+constexpr int delta_size = 128, conv_kernel = 4, key_channels = 2 * delta_size;
 
 struct Choosing {
   int ids[most_chosen];
@@ -378,7 +378,7 @@ struct Consumer {
     const DeltaLayer layer = delta_layer();
     const DeltaStates states = {weights().conv_state, weights().state};
     const OwnColumns<D> own = {step.first_row / D, step.key_head, step.first_row % D, 0};
-    Channels<D, delta_taps> channels;
+    Channels<D, conv_kernel> channels;
     channels.load_taps(own, layer);
     channels.load(states, 0, num_channels());
     float* const block_state = states.state + own.state_offset(layer);
@@ -386,7 +386,7 @@ struct Consumer {
     load_state<D>(block_state, state);
     const float a = layer.a[own.head], dt_bias = layer.dt_bias[own.head];
     const int alphas = p.proj + num_channels() + p.value_heads * D;
-    constexpr int count = Channels<D, delta_taps>::count;
+    constexpr int count = Channels<D, conv_kernel>::count;
     const float* places[count + 2];
     float numbers[count + 2];
 #pragma unroll
@@ -398,7 +398,7 @@ struct Consumer {
 #pragma unroll
     for (int j = 0; j < count; j++) channels.input[j] = numbers[j];
     const float2 gates = open_gates(numbers[count], numbers[count + 1], a, dt_bias);
-    mix_row<D, delta_taps>(channels, layer.eps, vectors, [] { meet_at<delta_threads>(2); });
+    mix_row<D, conv_kernel>(channels, layer.eps, vectors, [] { meet_at<delta_threads>(2); });
     const float output = coldstream::step<D>(state, vectors, gates);
     if (own_chain() == 0) put(place_of(step.out + step.first_row + own_column()), output);
     store_state<D>(block_state, state);
@@ -407,7 +407,7 @@ struct Consumer {
 #pragma unroll
     for (int j = 0; j < 2; j++)
 #pragma unroll
-      for (int i = 0; i < delta_taps - 1; i++)
+      for (int i = 0; i < conv_kernel - 1; i++)
         kept()[i * key_channels + j * delta_threads + threadIdx.x] = channels.history[j][i];
   }
 
@@ -422,7 +422,7 @@ struct Consumer {
     const int channel = number < delta_size ? key_head * delta_size + number
                                             : (p.key_heads + key_head) * delta_size + number - delta_size;
 #pragma unroll
-    for (int i = 0; i < delta_taps - 1; i++)
+    for (int i = 0; i < conv_kernel - 1; i++)
       weights().conv_state[i * num_channels() + channel] = kept()[i * key_channels + number];
   }
 
