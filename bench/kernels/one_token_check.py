@@ -1,15 +1,9 @@
 """Proves of a `TokenProgram` without a GPU that it ends, and that every step reads what was written before.
 
-Counters only grow and rings are queues of one writer and one reader. So if the streams of instructions end in
-one order, they do in every order, and one run that goes on where it can finds every deadlock. The same run
-keeps vector clocks. A read or a write that no chain of waits orders behind the last write, or behind the
-reads of what it overwrites, is a fault in whatever order the blocks run.
+The simulator of the package runs the streams of a block: its consumers, its poller and its producers.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-
-import numpy as np
+from collections.abc import Iterator
 
 from bench.kernels.one_token_program import TokenProgram
 from bench.kernels.one_token_shapes import (
@@ -21,62 +15,25 @@ from bench.kernels.one_token_shapes import (
     Piece,
     Step,
 )
+from coldstream.kernels.persistent.simulator import Memory, Queue, Simulator, Stream
 
-MOST_FAULTS = 20
-Wait = tuple[Callable[[], bool], str]  # (whether it is over, what is waited for)
-Stream = Iterator[Wait]
-
-
-class Memory:
-    """Who last wrote each word, when, and when each stream last read a range, by ranges that were read."""
-
-    def __init__(self, size: int, streams: int, part: int) -> None:
-        """part: words of which ranges are looked for together."""
-        self.size, self.streams, self.part = size, streams, part
-        self.writers = np.full(size, -1, np.int32)
-        self.times = np.zeros(size, np.int32)
-        self._readers: dict[int, dict[tuple[int, int], np.ndarray]] = {}
-
-    def note_read(self, begin: int, end: int, stream: int, time: int) -> None:
-        for part in range(begin // self.part, (end - 1) // self.part + 1):
-            of_part = self._readers.setdefault(part, {})
-            clipped = max(begin, part * self.part), min(end, (part + 1) * self.part)
-            if clipped not in of_part:
-                of_part[clipped] = np.zeros(self.streams, np.int32)
-            of_part[clipped][stream] = time
-
-    def reads_before(self, begin: int, end: int, clock: np.ndarray) -> bool:
-        """Whether all reads of these words come before what a stream with this clock does."""
-        for part in range(begin // self.part, (end - 1) // self.part + 1):
-            for (first, last), times in self._readers.get(part, {}).items():
-                if first < end and last > begin and (times > clock).any():
-                    return False
-        return True
-
-
-@dataclass
-class Queue:
-    """Pieces of a ring, or signals: how many were given, and the givers' clocks."""
-
-    clocks: list[np.ndarray] = field(default_factory=list)
-    items: list[Piece] = field(default_factory=list)
+ROLES = ["consumers", "poller", *(f"producer of ring {ring}" for ring in range(MAX_RINGS))]
 
 
 class Check:
-    """One run of all streams over some layers. faults: what is wrong; none for a right program."""
+    """One run of all streams over some layers."""
 
     def __init__(self, program: TokenProgram, layers: int = 4, layers_of_token: int = 2) -> None:
         self.program, self.layers, self.of_token = program, layers, layers_of_token
-        self.faults: list[str] = []
-        blocks, self.per_block = program.num_blocks, 2 + MAX_RINGS
-        count = blocks * self.per_block
-        self.clocks = np.zeros((count, count), np.int32)
+        blocks, self.per_block = program.num_blocks, len(ROLES)
+        self.names = [f"block {block}'s {role}" for block in range(blocks) for role in ROLES]
+        counters = [
+            f"counter {name!r} of layer {layer}" for layer in range(layers) for name in program.counters
+        ]
+        self.sim = Simulator(self.names, counters)
+        count = len(self.names)
         self.words = Memory(program.buffers.num_words, count, 64)
         self.states = Memory(layers_of_token * program.shape.state_pieces, count, 1)
-        numbers = layers * len(program.counters)
-        self.raised = np.zeros(numbers, np.int64)
-        self.awaited: dict[int, int] = {}
-        self.counter_clocks = np.zeros((numbers, count), np.int32)
         self.full, self.empty = ([[Queue() for _ in range(MAX_RINGS)] for _ in range(blocks)] for _ in "fe")
         self.go, self.idle, self.signal = ([Queue() for _ in range(blocks)] for _ in range(3))
         self.seen: list[list[int]] = [[] for _ in range(blocks)]  # when pollers saw signals
@@ -84,125 +41,34 @@ class Check:
         self._begin()
 
     def run(self) -> list[str]:
-        """The faults, the first MOST_FAULTS of them."""
-        waiting: dict[int, tuple[Stream, Wait]] = {}
-        for block in range(self.program.num_blocks):
-            for number, stream in self._streams(block):
-                if (first := next(stream, None)) is not None:
-                    waiting[number] = stream, first
-        while waiting:
-            before = len(waiting)
-            went_on = False
-            for number, (stream, wait) in list(waiting.items()):
-                current: Wait | None = wait
-                while current is not None and current[0]():
-                    went_on = True
-                    current = next(stream, None)
-                if current is None:
-                    del waiting[number]
-                else:
-                    waiting[number] = stream, current
-            if not went_on and len(waiting) == before:
-                names = [f"{self._name(number)} waits for {wait[1]}" for number, (_, wait) in waiting.items()]
-                self._fault(f"deadlock of {len(names)} streams: " + "; ".join(names[:4]))
-                break
-        for number, target in self.awaited.items():
-            if self.raised[number] != target:
-                self._fault(
-                    f"{self._counter(number)} is raised {self.raised[number]} times, awaited {target}"
-                )
-        return self.faults
-
-    # ---- clocks
+        """The faults."""
+        blocks = range(self.program.num_blocks)
+        return self.sim.run(stream for block in blocks for stream in self._streams(block))
 
     def _begin(self) -> None:
         """What is there before the launch: the states, and the stream, or what its reader sums."""
         buffers, shape = self.program.buffers, self.program.shape
-        self.states.writers[:] = 0
+        self.states.is_there_from_the_begin(0, self.states.size)
         begins = {buffers.streams[0]: shape.hidden}
         if self.program.design.combine == "reader":
             begins = {buffers.rows: shape.ranks * shape.hidden, buffers.middle: shape.hidden}
             begins |= {buffers.logits: shape.experts, buffers.choice: 2 * shape.ranks}
         for begin, count in begins.items():
-            self.words.writers[begin : begin + count] = 0
-
-    def _tick(self, stream: int) -> int:
-        self.clocks[stream, stream] += 1
-        return int(self.clocks[stream, stream])
-
-    def _join(self, stream: int, clock: np.ndarray) -> None:
-        np.maximum(self.clocks[stream], clock, out=self.clocks[stream])
-
-    def _give(self, stream: int, queue: Queue, item: Piece | None = None) -> None:
-        self._tick(stream)
-        queue.clocks.append(self.clocks[stream].copy())
-        if item is not None:
-            queue.items.append(item)
+            self.words.is_there_from_the_begin(begin, count)
 
     def _read(self, stream: int, begin: int, count: int, what: str, memory: Memory | None = None) -> None:
-        memory = memory or self.words
-        if count <= 0:
-            return
-        time, those = self._tick(stream), slice(begin, begin + count)
-        writers = memory.writers[those]
-        if begin < 0 or begin + count > memory.size:
-            self._fault(f"{self._name(stream)} reads {what} outside of the memory")
-        elif (writers < 0).any():
-            self._fault(f"{self._name(stream)} reads {what}, which nobody wrote")
-        elif (self.clocks[stream, writers] < memory.times[those]).any():
-            self._fault(f"{self._name(stream)} reads {what} before it has waited for who writes it")
-        memory.note_read(begin, begin + count, stream, time)
+        self.sim.read(stream, memory or self.words, begin, count, what)
 
     def _write(self, stream: int, begin: int, count: int, what: str, memory: Memory | None = None) -> None:
-        memory = memory or self.words
-        if count <= 0:
-            return
-        time, those = self._tick(stream), slice(begin, begin + count)
-        writers = memory.writers[those]
-        known = writers >= 0
-        if begin < 0 or begin + count > memory.size:
-            self._fault(f"{self._name(stream)} writes {what} outside of the memory")
-            return
-        if (self.clocks[stream, writers[known]] < memory.times[those][known]).any():
-            self._fault(f"{self._name(stream)} writes {what} while another writes it")
-        if not memory.reads_before(begin, begin + count, self.clocks[stream]):
-            self._fault(f"{self._name(stream)} writes {what} while another reads what was there")
-        memory.writers[those], memory.times[those] = stream, time
-
-    def _fault(self, text: str) -> None:
-        if len(self.faults) < MOST_FAULTS and text not in self.faults:
-            self.faults.append(text)
-
-    def _name(self, stream: int) -> str:
-        block, role = divmod(stream, self.per_block)
-        names = ["consumers", "poller", *(f"producer of ring {ring}" for ring in range(MAX_RINGS))]
-        return f"block {block}'s {names[role]}"
-
-    def _counter(self, number: int) -> str:
-        layer, counter = divmod(number, len(self.program.counters))
-        return f"counter {self.program.counters[counter]!r} of layer {layer}"
-
-    # ---- waits
+        self.sim.write(stream, memory or self.words, begin, count, what)
 
     def _await_counter(self, stream: int, layer: int, item: Step | Piece) -> Stream:
         number = layer * len(self.program.counters) + item.wait
-        if item.wait == NO_COUNTER or number < 0:
-            return
-        known = self.awaited.setdefault(number, item.target)
-        if known != item.target:
-            self._fault(f"{self._counter(number)} is awaited at {known} and at {item.target}")
-        yield (lambda: bool(self.raised[number] >= item.target)), self._counter(number)
-        self._join(stream, self.counter_clocks[number])
-
-    def _await_queue(self, stream: int, queue: Queue, number: int, what: str) -> Stream:
-        yield (lambda: len(queue.clocks) > number), what
-        self._join(stream, queue.clocks[number])
+        if item.wait != NO_COUNTER and number >= 0:
+            yield from self.sim.await_counter(stream, number, item.target)
 
     def _raise(self, stream: int, layer: int, counter: int) -> None:
-        number = layer * len(self.program.counters) + counter
-        self._tick(stream)
-        self.raised[number] += 1
-        np.maximum(self.counter_clocks[number], self.clocks[stream], out=self.counter_clocks[number])
+        self.sim.raise_counter(stream, layer * len(self.program.counters) + counter)
 
     # ---- streams
 
@@ -226,24 +92,26 @@ class Check:
                     if self.program.design.poll == "cluster" and step.wait != NO_COUNTER:
                         self._signal_peers(stream, range(block + 1, leader + cluster))
                 elif step.wait != NO_COUNTER:
-                    yield from self._await_queue(stream, self.signal[block], signals, "its cluster's signal")
+                    yield from self.sim.await_queue(
+                        stream, self.signal[block], signals, "its cluster's signal"
+                    )
                     signals += 1
-                    self.seen[block].append(self._tick(stream))
+                    self.seen[block].append(self.sim.tick(stream))
                 if number:
-                    yield from self._await_queue(stream, self.idle[block], number - 1, "its consumers")
+                    yield from self.sim.await_queue(stream, self.idle[block], number - 1, "its consumers")
                 if by_copy and step.load == NUMBERS["load_quantised"]:
                     self._read(stream, step.source, step.groups * step.group_words, "inputs")
-                self._give(stream, self.go[block])
+                self.sim.give(stream, self.go[block])
                 number += 1
 
     def _signal_peers(self, stream: int, peers: range) -> None:
         """A signal that a peer has not seen is lost if the next one comes."""
         for peer in peers:
             queue, poller = self.signal[peer], peer * self.per_block + 1
-            known = sum(time <= self.clocks[stream, poller] for time in self.seen[peer])
+            known = sum(time <= self.sim.clocks[stream, poller] for time in self.seen[peer])
             if len(queue.clocks) > known:
-                self._fault(f"{self._name(stream)} signals again before {self._name(poller)} has seen it")
-            self._give(stream, queue)
+                self.sim.fault(f"{self.names[stream]} signals again before {self.names[poller]} has seen it")
+            self.sim.give(stream, queue)
 
     def _produce(self, block: int, ring: int, stream: int) -> Stream:
         program, issued = self.program, 0
@@ -256,11 +124,11 @@ class Check:
                     continue
                 if issued >= (stages := program.design.rings[ring].stages):
                     what = f"a free stage of ring {ring}"
-                    yield from self._await_queue(stream, self.empty[block][ring], issued - stages, what)
+                    yield from self.sim.await_queue(stream, self.empty[block][ring], issued - stages, what)
                 if piece.is_state:
                     number = self._state(layer, piece.offset // (HEAD_SIZE * STATE_COLUMNS * 4))
                     self._read(stream, number, 1, "a state", self.states)
-                self._give(stream, self.full[block][ring], piece)
+                self.sim.give(stream, self.full[block][ring], piece)
                 issued += 1
 
     def _read_choice(self, stream: int, what: str) -> None:
@@ -279,23 +147,23 @@ class Check:
             lists = program.blocks[layer % len(program.blocks)][block]
             for name, step in zip(lists.names, lists.steps, strict=True):
                 if self.has_poller:
-                    yield from self._await_queue(stream, self.go[block], number, "its poller")
+                    yield from self.sim.await_queue(stream, self.go[block], number, "its poller")
                 else:
                     yield from self._await_counter(stream, layer, step)
                 number += 1
                 self._load(stream, step, name)
                 if self.has_poller:
-                    self._give(stream, self.idle[block])
+                    self.sim.give(stream, self.idle[block])
                 pieces = lists.pieces[step.ring][step.first_piece : step.first_piece + step.num_pieces]
                 for piece in pieces:
                     queue = self.full[block][step.ring]
                     at, taken[step.ring] = taken[step.ring], taken[step.ring] + 1
-                    yield from self._await_queue(stream, queue, at, f"bytes of ring {step.ring}")
+                    yield from self.sim.await_queue(stream, queue, at, f"bytes of ring {step.ring}")
                     if bytes(queue.items[at]) != bytes(piece):
-                        self._fault(
-                            f"{self._name(stream)}: {name} takes another piece than ring {step.ring} has"
+                        self.sim.fault(
+                            f"{self.names[stream]}: {name} takes another piece than ring {step.ring} has"
                         )
-                    self._give(stream, self.empty[block][step.ring])
+                    self.sim.give(stream, self.empty[block][step.ring])
                     self._multiply(stream, step, piece, name)
                 self._finish(stream, layer, step, name)
                 self._raise_of(stream, layer, step)
@@ -364,8 +232,8 @@ class Check:
             return
         self._raise(stream, layer, counter)
         number = layer * len(self.program.counters) + counter
-        if step.chooses != NO_COUNTER and self.raised[number] == step.num_raisers:
-            self._join(stream, self.counter_clocks[number])
+        if step.chooses != NO_COUNTER and self.sim.raised[number] == step.num_raisers:
+            self.sim.join_counter(stream, number)
             buffers, shape = self.program.buffers, self.program.shape
             self._read(stream, buffers.logits, shape.experts, "the router's logits")
             self._write(stream, buffers.choice, 2 * shape.ranks, "the choice of experts")
