@@ -166,6 +166,18 @@ REVISIONS: dict[str, dict[str, Any]] = {
 }
 
 
+# The kinds that are published for models of a family, for `for_target`.
+PUBLISHED_KINDS: dict[str, tuple[str, ...]] = {
+    "qwen35moe": ("first", "second"),
+    "qwen35": ("first", "second"),
+    "qwen3next": ("first",),
+    "qwen3moe": ("first",),
+    "laguna": ("Laguna",),
+    "gpt-oss": ("gpt-oss",),
+    "gemma4": ("first",),
+}
+
+
 def for_target(kind: str, dims: Dims, target_layer_ids: tuple[int, ...] = (0, 1)) -> dict[str, Any]:
     """A drafter of the "first", "second", "Laguna" or "gpt-oss" kind for a model of these sizes."""
     sizes: dict[str, Any] = {"hidden_size": dims.hidden, "vocab_size": dims.vocab}

@@ -15,7 +15,7 @@ from coldstream.engine import LLM, EngineConfig, SamplingParams, open_model
 from coldstream.models.cpu.runner import CpuRunner
 from coldstream.models.dflash.file import DflashFile
 from coldstream.models.dflash.spec import check_target
-from dflash_cases import for_target, random_tensors, spec_of, write_converted
+from dflash_cases import PUBLISHED_KINDS, for_target, random_tensors, spec_of, write_converted
 from hash_runner import opened_with
 from plain_loop import plain_output
 
@@ -93,8 +93,7 @@ def test_a_drafter_with_aux_layers_observes_the_features_of_every_committed_toke
 
 @pytest.mark.sharded(of="models on the CPU")
 @pytest.mark.parametrize(
-    ("target", "kind"),
-    [("qwen35moe", "first"), ("qwen35moe", "second"), ("laguna", "Laguna"), ("gpt-oss", "gpt-oss")],
+    ("target", "kind"), [(target, kind) for target, kinds in PUBLISHED_KINDS.items() for kind in kinds]
 )
 def test_answers_are_those_of_the_plain_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, kind: str

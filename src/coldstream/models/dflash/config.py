@@ -16,7 +16,7 @@ from coldstream.gguf.messages import shorten
 from coldstream.gguf.metadata import Metadata, Value
 from coldstream.kernels.rope.scaling import Yarn, yarn_magnitude
 from coldstream.models.dflash import spec as limits
-from coldstream.models.dflash.metadata import check_numbers, read_second
+from coldstream.models.dflash.metadata import OTHER_DRAFTERS, check_numbers, read_second
 from coldstream.models.dflash.safetensors import read_object
 from coldstream.models.dflash.spec import DflashRope, DflashSpec, layers_of
 from coldstream.models.spec.hyperparameters import MAX_HEADS
@@ -26,6 +26,13 @@ _SECTION: Final = "dflash_config"
 _LAGUNA: Final = "DFlashLagunaForCausalLM"
 # Whether it is of the second kind.
 _KINDS: Final = {"DFlashDraftModel": False, "DFlash2DraftModel": True, _LAGUNA: False}
+# What other programs draft with, by a part of the name that its configurations have.
+_OTHERS: Final[Mapping[str, str]] = {
+    "eagle": OTHER_DRAFTERS["eagle3"],
+    "assistant": OTHER_DRAFTERS["gemma4-assistant"],
+    "dspark": "a DSpark drafter",
+    "domino": "a Domino drafter",
+}
 _SECOND_KEYS: Final = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _OTHERWISE: Final = "choose another drafter, or draft by --spec-type ngram"
 # Values that change nothing, of keys for what is not computed here.
@@ -69,6 +76,7 @@ def read_config(path: Path) -> DflashSpec:
 
 def spec_of_config(config: Mapping[str, Any], path: Path) -> DflashSpec:
     """The spec that the contents of a config.json give; `path` is for messages. Raises as `read_config`."""
+    _refuse_others(config, path)
     keys = _flattened(config, path)
     _refuse_unknown(keys)
     hidden_size = keys.integer("hidden_size", 1, limits.MAX_WIDTH)
@@ -170,6 +178,22 @@ def _unknown(path: Path, key: str) -> UnsupportedError:
     )
 
 
+def _refuse_others(config: Mapping[str, Any], path: Path) -> None:
+    """Before keys are read, of which others have some that say less than the name."""
+    for name in _names(config.get("architectures")):
+        if name not in _KINDS:
+            found = (what for part, what in _OTHERS.items() if part in name.lower())
+            what = next((f"{each}, which is not supported" for each in found), None)
+            what = what or f"supported are {', '.join(_KINDS)}"
+            raise UnsupportedError(f"{shorten(path)}: architectures: {name!r:.60}, {what}: {_OTHERWISE}")
+
+
+def _names(architectures: object) -> list[str]:
+    """Of a configuration, which has a list of one."""
+    found = architectures if isinstance(architectures, list) else [architectures]
+    return [str(name) for name in found if name is not None]
+
+
 def _refuse_unknown(keys: Metadata) -> None:
     for name in _FOREIGN:
         if name in keys:
@@ -180,11 +204,7 @@ def _refuse_unknown(keys: Metadata) -> None:
             if isinstance(value, np.ndarray) or value not in allowed:
                 problem = f"{value!r:.40}, supported is {allowed[-1]!r}: {_OTHERWISE}"
                 raise keys.error(UnsupportedError, name, problem)
-    names = keys.get("architectures", [])
-    for name in names if isinstance(names, list) else [str(names)]:
-        if name not in _KINDS:
-            problem = f"{name!r:.60}, supported are {', '.join(_KINDS)}: {_OTHERWISE}"
-            raise keys.error(UnsupportedError, "architectures", problem)
+    for name in _names(keys.get("architectures")):
         has_second = any(key in keys for key in _SECOND_KEYS)
         if _KINDS[name] != has_second:
             problem = f"{name}, but {'there are' if has_second else 'it lacks'} {', '.join(_SECOND_KEYS)}"
@@ -193,8 +213,7 @@ def _refuse_unknown(keys: Metadata) -> None:
 
 def _is_laguna(keys: Metadata) -> bool:
     """Whether it is a drafter of Laguna, with gates of heads and the vocabulary of its target."""
-    names = keys.get("architectures", [])
-    if _LAGUNA not in (names if isinstance(names, list) else [names]):
+    if _LAGUNA not in _names(keys.get("architectures")):
         return False
     gating = keys.get("gating", True)
     if not (gating is True or gating == "per-head"):
