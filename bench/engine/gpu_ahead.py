@@ -18,6 +18,7 @@ from bench.device import describe
 from bench.engine.gpu import FIRST_ID, write_model
 from bench.full_size_model import FULL_SHAPE
 from bench.results import ROOT, add_result_options, write_result
+from coldstream.decoding import Grammar
 from coldstream.engine import LLM, SamplingParams
 
 WARM_TOKENS = 16
@@ -25,6 +26,9 @@ SETTINGS = {
     "greedy": SamplingParams(temperature=0, ignore_eos=True),
     "sampled": SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=1, ignore_eos=True),
     "penalised": SamplingParams(temperature=0, frequency_penalty=0.2, repeat_last_n=64, ignore_eos=True),
+    "ranked": SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=1, ignore_eos=True, logprobs=5),
+    # No answer is as long as that.
+    "constrained": SamplingParams(temperature=0, grammar=Grammar("regex", "(?s:.){20000,}")),
 }
 
 

@@ -4,7 +4,8 @@
 
 Each figure is the median over replays of a graph of 40 choices that follow each other, the least of all
 turns. An older checkout is run in turn, in a process of its own, if its `sample_cuda` has the same arguments.
-Logits are normal. Either some stand out, as those of trained models do, or all are nearly the same.
+Logits are normal. Either some stand out, as those of trained models do, or all are nearly the same. A mask
+allows every other token.
 """
 
 import argparse
@@ -24,8 +25,15 @@ import torch
 from bench.device import describe, graph_seconds
 from bench.engine.gpu import numbers
 from bench.results import ROOT, add_result_options, write_result
-from coldstream.kernels.sample.cuda import ROW_BYTES, SETTINGS_WORDS, sample_cuda, write_rows
-from coldstream.kernels.sample.settings import RowSettings
+from coldstream.kernels.sample.cuda import (
+    ROW_BYTES,
+    SETTINGS_WORDS,
+    are_greedy,
+    ranked_words,
+    sample_cuda,
+    write_rows,
+)
+from coldstream.kernels.sample.settings import RowSettings, bitmask_of
 
 LAUNCHES = 40
 VOCAB = 248320
@@ -33,15 +41,23 @@ RECENT = 64  # tokens that penalties are for
 CUDA = torch.device("cuda")
 PLAIN = RowSettings(0.8, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), seed=1, position=1001)
 GREEDY = "greedy"
+MASK = bitmask_of(range(0, VOCAB, 2), VOCAB)
+TOP = {"top_k": 20, "top_p": 0.95}
 FILTERS: Mapping[str, Mapping[str, Any]] = {
     GREEDY: {"temperature": 0.0},
     "temperature": {},
-    "top-k 20, top-p 0.95": {"top_k": 20, "top_p": 0.95},
+    "top-k 20, top-p 0.95": TOP,
     "top-k 40, top-p 0.95, min-p 0.05": {"top_k": 40, "top_p": 0.95, "min_p": 0.05},
     "top-k 1000": {"top_k": 1000},
     "top-k 50000, top-p 0.95": {"top_k": 50_000, "top_p": 0.95},
     "top-p 0.95": {"top_p": 0.95},
     "min-p 0.05": {"min_p": 0.05},
+    "mask": {"temperature": 0.0, "allowed": MASK},
+    "mask, top-k 20, top-p 0.95": TOP | {"allowed": MASK},
+    "log-probabilities of 5": {"temperature": 0.0, "logprobs": 5},
+    "log-probabilities of 5, top-k 20, top-p 0.95": TOP | {"logprobs": 5},
+    "log-probabilities of 1000, top-k 20, top-p 0.95": TOP | {"logprobs": 1000},
+    "mask, log-probabilities of 20, top-k 20, top-p 0.95": TOP | {"allowed": MASK, "logprobs": 20},
 }
 LIKELIEST, AHEAD = 64, 12.0  # how many logits stand out, and by how much
 SPREADS = {"trained": 2.5, "flat": 0.02}
@@ -61,14 +77,15 @@ def seconds_of(logits: torch.Tensor, settings: RowSettings) -> float:
     workspace = torch.zeros(rows, ROW_BYTES, dtype=torch.uint8, device=CUDA)
     chosen = torch.zeros(rows, 2, dtype=torch.int32, device=CUDA)
     unchanged = torch.zeros(rows * RECENT, device=CUDA)
-    to, tokens = np.zeros((rows, SETTINGS_WORDS), np.int32), np.zeros(rows * RECENT, np.int32)
+    to, tokens = np.zeros((rows, SETTINGS_WORDS), np.int32), np.zeros(rows * (RECENT + len(MASK)), np.int32)
     each = [replace(settings, seed=row) for row in range(rows)]
     write_rows(each, range(rows), to, tokens)
     inputs = torch.from_numpy(to).cuda(), torch.from_numpy(tokens).cuda()
-    draws = settings.temperature != 0
+    ranked = torch.zeros(sum(map(ranked_words, each)), dtype=torch.int32, device=CUDA)
 
     def choose() -> None:
-        sample_cuda(logits, *inputs, unchanged, workspace, chosen, chosen, draws=draws)
+        memory = (unchanged, workspace, chosen, chosen, ranked)
+        sample_cuda(logits, *inputs, *memory, is_greedy=are_greedy(each))
 
     return graph_seconds([choose] * LAUNCHES)
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from coldstream.decoding.logprobs import ranked_tokens
 from coldstream.decoding.sampling import sample_token
 from coldstream.decoding.sampling_params import Logits, SamplingParams
 from coldstream.errors import GenerationFault
-from coldstream.kernels.sample.settings import RowSettings
+from coldstream.kernels.sample.settings import NO_FINITE, RankedTokens, RowSettings
 
 Result = tuple[int, int]
 
@@ -21,6 +22,7 @@ class FarDevice:
     results: list[Result] = field(default_factory=list)
     num_waits: int = 0
     num_known: int = 0  # of the results
+    ranked: dict[int, RankedTokens] = field(default_factory=dict)  # by result
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,9 @@ class FarChoice:
         self.device.num_waits += 1
         self.device.num_known = self.first + self.count
         return self.device.results[self.first : self.first + self.count]
+
+    def ranked(self, row: int) -> RankedTokens:
+        return self.device.ranked[self.first + row]
 
 
 class FarStep:
@@ -56,26 +61,33 @@ class FarStep:
         self.chosen.append(list(rows))
         self.observed += settings
         first = len(self.device.results)
-        found = [self._choose(self.values[row], each) for row, each in zip(rows, settings, strict=True)]
+        found = [
+            self._choose(self.values[row], each, offset)
+            for offset, (row, each) in enumerate(zip(rows, settings, strict=True))
+        ]
         self.device.results += found
         return FarChoice(self.device, first, len(rows))
 
-    def _choose(self, logits: Logits, settings: RowSettings) -> Result:
+    def _choose(self, logits: Logits, settings: RowSettings, offset: int) -> Result:
+        """offset: of the result behind those that there are."""
         observed = dict(vars(settings))
         recent, seed, position = observed.pop("recent"), observed.pop("seed"), observed.pop("position")
         biases = dict(zip(observed.pop("biased"), observed.pop("biases"), strict=True))
         forbidden_ids = [id_ for id_, bias in biases.items() if bias == -np.inf]
         observed["logit_bias"] = {id_: bias for id_, bias in biases.items() if id_ not in forbidden_ids}
+        allowed, logprobs = observed.pop("allowed"), observed.pop("logprobs")
         known = [self.device.results[-1 - id_][0] if id_ < 0 else id_ for id_ in recent]
         context = [0] * (position - len(recent)) + known
         if num_bad := int((~np.isfinite(logits)).sum()):
             return 0, num_bad
         try:
-            return sample_token(
-                logits, context, SamplingParams(**observed, repeat_last_n=len(recent)), seed, forbidden_ids
-            ), 0
+            params = SamplingParams(**observed, repeat_last_n=len(recent))
+            token = sample_token(logits, context, params, seed, forbidden_ids, allowed)
         except GenerationFault:
-            return 0, -1
+            return 0, NO_FINITE
+        if logprobs is not None:
+            self.device.ranked[len(self.device.results) + offset] = ranked_tokens(logits, token, logprobs)
+        return token, 0
 
     def bring(self, rows: Sequence[int]) -> Logits:
         self.brought.append(list(rows))

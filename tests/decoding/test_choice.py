@@ -1,7 +1,7 @@
 """Rows of a step are chosen together, each as if it were alone, by the device where they can stay there."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from coldstream.decoding.logprobs import token_logprobs
 from coldstream.decoding.sampling import sample_token
 from coldstream.decoding.sampling_params import Logits, SamplingParams
 from coldstream.errors import GenerationFault, InvalidRequestError
-from coldstream.kernels.sample.settings import MAX_BIASED, RowSettings
+from coldstream.kernels.sample.settings import MAX_BIASED, Bitmask, RowSettings, bitmask_of
 
 VOCAB = 30
 GREEDY = SamplingParams(temperature=0)
@@ -31,6 +31,19 @@ def keep_all(context: Sequence[int], logits: Logits) -> Logits:
 
 def fail(context: Sequence[int], logits: Logits) -> Logits:
     raise ValueError("made to fail")
+
+
+@dataclass(frozen=True)
+class Only:
+    token_ids: Collection[int]
+
+    def allowed(self, context: Sequence[int]) -> Bitmask | None:
+        return bitmask_of(self.token_ids, VOCAB)
+
+
+class Refusing:
+    def allowed(self, context: Sequence[int]) -> Bitmask | None:
+        raise InvalidRequestError("grammar: made to fail")
 
 
 finite = st.one_of(st.integers(-4, 4).map(float), st.floats(-30, 30, width=32))
@@ -54,6 +67,8 @@ rows_of_choices = st.lists(
         params_of_rows,
         st.integers(0, 2**64 - 1),
         st.sampled_from([(), (), {3, 4}, range(VOCAB)]),  # forbidden
+        st.none(),
+        st.sampled_from([None, None, Only([3, 5, 8]), Only([]), Only(range(VOCAB)), Refusing()]),
     ),
     max_size=7,
 )
@@ -63,7 +78,8 @@ def outcome_alone(choice: TokenChoice, logits: Logits) -> object:
     """What `sample_token` says, an error as its text."""
     params = choice.params
     try:
-        token_id = sample_token(logits, choice.context, params, choice.seed, choice.forbidden_ids)
+        allowed = choice.constraint.allowed(choice.context) if choice.constraint else None
+        token_id = sample_token(logits, choice.context, params, choice.seed, choice.forbidden_ids, allowed)
     except (GenerationFault, InvalidRequestError) as error:
         return type(error), str(error)
     count = params.logprobs
@@ -84,9 +100,10 @@ def test_rows_are_each_what_they_are_alone(rows: list[tuple[Any, ...]], random: 
     step, order = FarStep(values), random.sample(range(len(rows)), len(rows))
     far = [replace(here[i], logits=step[i]) for i in order]
     assert [shown(outcome) for outcome in begin_choices(far).outcomes()] == [expected[i] for i in order]
-    stay = [i for i, choice in zip(order, far, strict=True) if not choice.needs_host]
+    known = [i for i in order if not isinstance(here[i].constraint, Refusing)]
+    stay = [i for i in known if not here[i].needs_host]
     assert step.chosen == ([stay] if stay else [])
-    brought = [i for i in order if i not in stay]
+    brought = [i for i in known if i not in stay]
     assert step.brought == ([brought] if brought else []), "all of them at once, and no others"
 
 
@@ -208,6 +225,7 @@ def test_log_probabilities_change_no_choice_and_are_the_models_own(count: int, s
         (replace(GREEDY, presence_penalty=0.5), (2,), False),
         (replace(GREEDY, logit_bias={1: 2.0}), (2,), False),
         (replace(GREEDY, logits_processors=(keep_all,)), (2,), False),
+        (replace(GREEDY, logprobs=0), (2,), False),
     ],
 )
 def test_fused_steps_are_for_texts_whose_choices_need_no_token_before(

@@ -2,7 +2,7 @@
 the next prompt finds of them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +15,14 @@ from test_lists_on_gpu import CONTEXT, KINDS, SEEDED, SIZE, on_cpu, on_gpu, path
 
 from bench.runners import open_model_file, partial_plan
 from coldstream.assets import demo_model_path
+from coldstream.decoding import Grammar, Thought
 from coldstream.engine import LLM, Piece, SamplingParams, engine
+from coldstream.engine.constraint import AnswerConstraint
 from coldstream.engine.model_steps import LaunchedStep, launch_ahead
 from coldstream.experts.miss_shares import STEPS_OF_AN_UPDATE, MissShares, Seen
 from coldstream.experts.partial_experts import PartialExperts
 from coldstream.experts.prefetch import Prefetching
+from coldstream.kernels.sample.settings import Bitmask
 from coldstream.models.cuda.runner import CudaRunner
 from coldstream.models.runner import ModelRunner
 from coldstream.placement.controls import Controls, Moves
@@ -38,6 +41,13 @@ STOPPING = [
     replace(GREEDY, max_tokens=1),
     replace(GREEDY, frequency_penalty=2.0, repeat_last_n=1),
     replace(GREEDY, presence_penalty=2.0, repeat_last_n=None),
+    replace(SEEDED, max_tokens=5, logprobs=3, frequency_penalty=0.5),
+]
+# The choice of a token needs those before it: masks come from the host, while the step is under way.
+CONSTRAINED = [
+    SamplingParams(temperature=1.5, top_k=0, seed=5, max_tokens=6, grammar=Grammar("regex", "[a-h]{2,4}")),
+    SamplingParams(temperature=0, seed=5, max_tokens=5, grammar=Grammar("regex", "(ab|b){3}"), logprobs=2),
+    replace(SEEDED, max_tokens=9, thought=Thought(is_open=True, budget=2)),
 ]
 
 
@@ -84,7 +94,7 @@ def check_conversation(gpu: LLM, cpu: LLM, params: SamplingParams) -> None:
         held, prompt = len(prompt) - 1, [*prompt, 7 + turn]
 
 
-ALL_KINDS = [each for each in KINDS if each.n == 1] + STOPPING
+ALL_KINDS = [each for each in KINDS if each.n == 1] + STOPPING + CONSTRAINED
 
 
 @pytest.mark.sharded
@@ -185,7 +195,36 @@ def test_steps_are_launched_ahead_unless_the_host_chooses(
     list(gpu.stream([3, 1], GREEDY))
     assert len(launched) == GREEDY.max_tokens - 1
     list(gpu.stream([3, 1], replace(GREEDY, logprobs=0)))
-    assert len(launched) == GREEDY.max_tokens - 1
+    assert len(launched) == 2 * (GREEDY.max_tokens - 1)
+    list(gpu.stream([3, 1], replace(GREEDY, logits_processors=[lambda _, logits: logits])))
+    assert len(launched) == 2 * (GREEDY.max_tokens - 1)
+
+
+@pytest.mark.sharded(of="models on a GPU")
+@pytest.mark.parametrize("params", CONSTRAINED)
+def test_a_step_whose_token_a_grammar_restricts_is_launched_before_its_mask_is_there(
+    models: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch, params: SamplingParams
+) -> None:
+    gpu, _ = models
+    done: list[str] = []
+    allowed = AnswerConstraint.allowed
+
+    def noting(runner: ModelRunner, before: LaunchedStep) -> LaunchedStep:
+        done.append("launched")
+        return launch_ahead(runner, before)
+
+    def noting_mask(self: AnswerConstraint, context: Sequence[int]) -> Bitmask | None:
+        done.append(f"mask of {len(context)}")
+        return allowed(self, context)
+
+    monkeypatch.setattr(engine, "launch_ahead", noting)
+    monkeypatch.setattr(AnswerConstraint, "allowed", noting_mask)
+    num_tokens = sum(len(piece.token_ids) for piece in gpu.stream([3, 1], params))
+    expected = ["mask of 2"]
+    for length in range(3, 2 + num_tokens):
+        expected += ["launched", f"mask of {length}"]
+    assert done[: len(expected)] == expected
+    assert done[len(expected) :] in ([], ["launched"]), "that of a row behind the last token"
 
 
 @pytest.mark.sharded(of="models on a GPU")

@@ -18,6 +18,7 @@ from coldstream.engine.events import Delta, Started
 from coldstream.engine.grammar import Grammars
 from coldstream.engine.request_reader import RequestReader
 from coldstream.engine.submission import Submission
+from coldstream.kernels.sample.settings import Bitmask, mask_words
 from grammar_cases import POINT, PROMPT, answer, of_schema, opened_demo
 from plain_loop import plain_output
 
@@ -48,18 +49,30 @@ def test_end_tokens_may_follow_exactly_where_the_answer_may_end(grammars: Gramma
     ends = sorted(tokenizer.eos_ids)
     seen = ""
     for character in "abcd":
-        assert matcher.mask()[ends].all() == matcher.mask()[ends].any() == (seen in ("ab", "abcd"))
+        found = tokens_of(matcher.mask(), plain)
+        assert found.intersection(ends) == (set(ends) if seen in ("ab", "abcd") else set())
         matcher.append(tokenizer.encode(character)[0])
         seen += character
-    assert np.flatnonzero(matcher.mask()).tolist() == ends
+    assert tokens_of(matcher.mask(), plain) == set(ends)
 
 
 def test_no_control_token_is_text_of_an_answer(grammars: Grammars, plain: LLM) -> None:
     vocabulary = plain.opened.tokenizer.vocabulary
-    mask = grammars.matcher(Grammar("regex", r"(?s:.)*")).mask()
+    found = tokens_of(grammars.matcher(Grammar("regex", r"(?s:.)*")).mask(), plain)
     others = set(vocabulary.control_ids.values()) - plain.opened.tokenizer.eos_ids
-    assert not mask[sorted(others)].any()
-    assert mask.sum() > len(mask) // 2
+    assert not found & others
+    assert len(found) > plain.opened.tokenizer.vocab_size // 2
+
+
+def tokens_of(mask: Bitmask | None, llm: LLM) -> set[int]:
+    """The tokens whose bits are set; all without a mask."""
+    count = llm.opened.tokenizer.vocab_size
+    if mask is None:
+        return set(range(count))
+    assert mask.shape == (mask_words(count),)
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    assert not bits[count:].any()
+    return set(np.flatnonzero(bits).tolist())
 
 
 class Request:
@@ -83,10 +96,9 @@ def test_each_node_of_a_tree_sees_its_own_prefix(grammars: Grammars, plain: LLM,
         parent = data.draw(st.sampled_from(nodes))
         fresh = grammars.constraint(request)
         assert fresh is not None
-        zeros = np.zeros(plain.opened.tokenizer.vocab_size, dtype=np.float32)
-        expected = fresh((1, 2, 3, *parent), zeros.copy())
-        assert np.array_equal(used((1, 2, 3, *parent), zeros.copy()), expected)
-        allowed = set(np.flatnonzero(np.isfinite(expected)).tolist()) - plain.opened.tokenizer.eos_ids
+        expected = tokens_of(fresh.allowed((1, 2, 3, *parent)), plain)
+        assert tokens_of(used.allowed((1, 2, 3, *parent)), plain) == expected
+        allowed = expected - plain.opened.tokenizer.eos_ids
         if allowed:
             nodes.append((*parent, data.draw(st.sampled_from(sorted(allowed)))))
 
@@ -132,11 +144,10 @@ def test_a_budget_never_splits_a_character(plain: LLM) -> None:
     constraint = plain.opened.grammars.constraint(request)
     assert constraint is not None
     context = [1, 2, 3, first]
-    zeros = np.zeros(tokenizer.vocab_size, dtype=np.float32)
     for token_id in rest:
-        assert np.isfinite(constraint(context, zeros.copy())).all()
+        assert constraint.allowed(context) is None
         context.append(token_id)
-    assert np.isfinite(constraint(context, zeros.copy())).sum() == 1
+    assert len(tokens_of(constraint.allowed(context), plain)) == 1
 
 
 def test_a_thought_before_a_grammar_holds_no_end_token_and_runs_into_no_text(plain: LLM) -> None:
@@ -147,11 +158,11 @@ def test_a_thought_before_a_grammar_holds_no_end_token_and_runs_into_no_text(pla
     constraint = plain.opened.grammars.constraint(request)
     assert constraint is not None
     context = [1, 2, 3, *tokenizer.encode("so </think")]
-    left = constraint(context, np.zeros(tokenizer.vocab_size, dtype=np.float32))
-    kept = [tokenizer.token_bytes(index) for index in np.flatnonzero(np.isfinite(left))]
+    left = tokens_of(constraint.allowed(context), plain)
+    kept = [tokenizer.token_bytes(index) for index in left]
     assert all(not text.startswith(b">") or not text[1:].strip() for text in kept)
     assert b">" in kept
-    assert not np.isfinite(left[sorted(tokenizer.eos_ids)]).any()
+    assert not left & tokenizer.eos_ids
 
 
 def test_a_few_blanks_lie_between_a_thought_and_its_grammar(plain: LLM) -> None:
@@ -162,16 +173,14 @@ def test_a_few_blanks_lie_between_a_thought_and_its_grammar(plain: LLM) -> None:
     assert constraint is not None
     (blank,) = tokenizer.encode("\n")
     context = [1, 2, 3, *tokenizer.encode("so </think>")]
-    zeros = np.zeros(tokenizer.vocab_size, dtype=np.float32)
     for _ in range(MAX_GAP_BYTES):
-        left = constraint(context, zeros.copy())
-        assert np.isfinite(left[[blank, *tokenizer.encode("{")]]).all()
-        assert not np.isfinite(left[tokenizer.encode("a")]).any()
+        left = tokens_of(constraint.allowed(context), plain)
+        assert left >= {blank, *tokenizer.encode("{")}
+        assert not left.intersection(tokenizer.encode("a"))
         context.append(blank)
-    left = constraint(context, zeros.copy())
-    assert not np.isfinite(left[blank])
+    assert blank not in tokens_of(constraint.allowed(context), plain)
     context += tokenizer.encode("{")
-    assert np.isfinite(constraint(context, zeros.copy())[blank])
+    assert blank in tokens_of(constraint.allowed(context), plain)
 
 
 def test_an_answer_before_a_grammar_may_begin_with_a_thought_or_not(plain: LLM) -> None:
@@ -180,15 +189,14 @@ def test_an_answer_before_a_grammar_may_begin_with_a_thought_or_not(plain: LLM) 
     (opening,) = tokenizer.encode("def")
     thought = replace(ThoughtTokens.of(Thought(False, budget=2), tokenizer, ()), opening_id=opening)
     matcher = plain.opened.grammars.matcher(of_schema(POINT))
-    constraint = AnswerConstraint(matcher, thought, 0, tokenizer.eos_ids, tokenizer.token_bytes)
-    zeros = np.zeros(tokenizer.vocab_size, dtype=np.float32)
+    ends, count = tokenizer.eos_ids, tokenizer.vocab_size
+    constraint = AnswerConstraint(matcher, thought, 0, ends, tokenizer.token_bytes, count)
     (brace,) = tokenizer.encode("{")
-    first = constraint((), zeros.copy())
-    assert np.isfinite(first[[opening, brace]]).all()
-    assert np.isfinite(constraint((opening,), zeros.copy())).sum() > 1000
-    assert not np.isfinite(constraint((brace,), zeros.copy())[opening])
+    assert tokens_of(constraint.allowed(()), plain) >= {opening, brace}
+    assert len(tokens_of(constraint.allowed((opening,)), plain)) > 1000
+    assert opening not in tokens_of(constraint.allowed((brace,)), plain)
     inside = (opening, *tokenizer.encode("a = 1")[:2])
-    assert np.flatnonzero(np.isfinite(constraint(inside, zeros.copy()))).tolist() == [thought.forced_ids[0]]
+    assert tokens_of(constraint.allowed(inside), plain) == {thought.forced_ids[0]}
 
 
 # --- repetition ------------------------------------------------------------------------------------------

@@ -58,7 +58,8 @@ __global__ void add_blocks(int* parts, int* sum, uint32_t* arrivals) {
 __global__ void wait_for_blocks(uint32_t* arrivals) {
   if (threadIdx.x == 0) {
     count_up_to(arrivals, 0xffffffffu);
-    wait_for_count(arrivals, gridDim.x);
+    while (wait_for_count(arrivals, gridDim.x, 1'000'000'000) < gridDim.x) {
+    }
   }
   __syncthreads();
 }

@@ -29,7 +29,7 @@ namespace {
 
 constexpr size_t most_blocks = 3;
 constexpr int warps_at_once = 8, orders = 256, one_is_short_in = 8;
-constexpr int most_idle_runs = 1000;  // of blocks that all wait for others
+constexpr int idle_runs_in_vain = 100, most_idle_runs = 1000;  // of blocks that all wait for others
 constexpr unsigned long long tick_ns = 1'000'000;
 
 // Where some threads of a block meet.
@@ -52,6 +52,7 @@ struct Block {
 RandomBits random_numbers;
 Block* running_block = nullptr;
 unsigned int given_bytes = 0;
+int idle_runs = 0;  // one after another
 unsigned long long clock_ns = 0;
 bool is_clock_real = false;
 std::string error;
@@ -250,7 +251,7 @@ class GridRun {
 
   void run(bool together) {
     size_t at_once = together ? waiting_.size() : 1 + random_numbers() % most_blocks;
-    int idle_runs = 0;
+    idle_runs = 0;
     for (;;) {
       while (active_.size() < at_once && !waiting_.empty()) begin_block();
       if (active_.empty()) return;
@@ -362,10 +363,11 @@ void wait_for_change() { wait_among(&Warp::waiting); }
 
 void note_change() { running_block->changes++; }
 
-void wait_for_other_blocks() {
+bool wait_for_other_blocks() {
   running_block->waits_for_blocks = true;
   wait_among(&Warp::waiting);
   running_block->waits_for_blocks = false;
+  return idle_runs < idle_runs_in_vain;
 }
 
 void meet_some(int barrier, int count) {

@@ -33,7 +33,7 @@ void compute_in_warp(WarpComputation compute, void* own);
 void meet_some(int barrier, int count);
 void wait_for_change();
 void note_change();
-void wait_for_other_blocks();  // once, for a thread that looks again then
+bool wait_for_other_blocks();  // once, for a thread that looks again then; false: all wait, and for long
 unsigned int given_shared_bytes();
 
 // Lets others run, and the clock go on: the host's, or one that is fast, so that no test waits for it.

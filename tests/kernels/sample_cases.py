@@ -1,7 +1,8 @@
 """Logits and settings for the kernels' sampler, and the results of decoding's sampler."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,11 +10,20 @@ from guarded import Guarded
 from numpy.typing import NDArray
 
 from coldstream.decoding.choice import TokenChoice
+from coldstream.decoding.logprobs import RankedLogprob, logprobs_of, token_logprobs
 from coldstream.decoding.sampling import sample_token
 from coldstream.decoding.sampling_params import SamplingParams
 from coldstream.errors import GenerationFault
-from coldstream.kernels.sample.cuda import ROW_BYTES, SETTINGS_WORDS, sample_cuda, write_rows
-from coldstream.kernels.sample.settings import RowSettings
+from coldstream.kernels.sample.cuda import (
+    ROW_BYTES,
+    SETTINGS_WORDS,
+    are_greedy,
+    ranked_words,
+    read_ranked,
+    sample_cuda,
+    write_rows,
+)
+from coldstream.kernels.sample.settings import Bitmask, RowSettings, bitmask_of
 
 
 @dataclass(frozen=True)
@@ -23,23 +33,45 @@ class Case:
     params: SamplingParams
     seed: int
     forbidden_ids: Collection[int] = ()
+    mask: Bitmask | None = None
 
     def settings(self, unseen: int | None = None) -> RowSettings:
         """unseen: the device's result that is the last token of the context."""
         known = self.context if unseen is None else self.context[:-1]
         choice = TokenChoice(self.logits, known, self.params, self.seed, self.forbidden_ids, unseen)
-        return choice.settings
+        return replace(choice.settings, allowed=self.mask)
+
+    def expected(self) -> "Chosen":
+        """As decoding defines it. Raises GenerationFault."""
+        forbidden = self.forbidden_ids
+        token = sample_token(self.logits, self.context, self.params, self.seed, forbidden, self.mask)
+        count = self.params.logprobs
+        return Chosen(token, 0, None if count is None else token_logprobs(self.logits, token, count))
 
 
-def sample_all(
+@dataclass(frozen=True)
+class Chosen:
+    token: int
+    fault: int
+    logprobs: Sequence[RankedLogprob] | None  # None: they are not wanted, or there is no token
+
+
+def sample_all(cases: Sequence[Case], *args: Any, **options: Any) -> tuple[list[int], list[int]]:
+    """Tokens and faults, by `choose_all`."""
+    made = choose_all(cases, *args, **options)
+    return [each.token for each in made], [each.fault for each in made]
+
+
+def choose_all(
     cases: Sequence[Case],
     device: torch.device,
     workspace: torch.Tensor | None = None,
     gap: int = 0,
     *,
     ahead: bool = False,
-) -> tuple[list[int], list[int]]:
-    """Tokens and faults of cases with one vocabulary, whose logits lie in any order and must stay.
+    may_change: bool = False,
+) -> list[Chosen]:
+    """Of cases with one vocabulary, whose logits lie in any order and must stay unless they `may_change`.
 
     ahead: only the device knows the last token of each context.
     """
@@ -47,7 +79,9 @@ def sample_all(
     settings = [case.settings(index if ahead else None) for index, case in enumerate(cases)]
     order = np.random.default_rng(num_rows).permutation(num_rows + 1)[:num_rows].tolist()
     to = np.zeros((num_rows, SETTINGS_WORDS), np.int32)
-    recent = np.full(sum(len(each.recent) + 2 * len(each.biased) for each in settings), -7, np.int32)
+    num_masks = sum(0 if each.allowed is None else len(each.allowed) for each in settings)
+    num_others = sum(len(each.recent) + 2 * len(each.biased) for each in settings)
+    recent = np.full(num_others + num_masks, -7, np.int32)
     assert write_rows(settings, order, to, recent) == len(recent)
     logits = torch.full((num_rows + 1, vocab + gap), torch.nan, device=device)
     for case, row in zip(cases, order, strict=True):
@@ -58,6 +92,7 @@ def sample_all(
     unchanged = Guarded(len(recent), device=device)
     chosen = Guarded(num_rows, 2, dtype=torch.int32, device=device)
     earlier = torch.tensor([[case.context[-1], 0] for case in cases], dtype=torch.int32, device=device)
+    ranked = Guarded(sum(map(ranked_words, settings)), dtype=torch.int32, device=device)
     sample_cuda(
         logits[:, :vocab],
         torch.from_numpy(to).to(device),
@@ -66,12 +101,19 @@ def sample_all(
         workspace,
         chosen.tensor,
         earlier,
-        draws=any(case.params.temperature != 0 for case in cases),
+        ranked.tensor,
+        is_greedy=are_greedy(settings),
     )
     unchanged.checked()
-    assert logits.cpu().numpy().tobytes() == before.cpu().numpy().tobytes()
-    tokens, faults = chosen.checked().T.tolist()
-    return tokens, faults
+    assert may_change or logits.cpu().numpy().tobytes() == before.cpu().numpy().tobytes()
+    words, made, end = ranked.checked().numpy(), [], 0
+    for each, (token, fault) in zip(settings, chosen.checked().tolist(), strict=True):
+        own = words[end : end + ranked_words(each)]
+        end += len(own)
+        has_ranks = each.logprobs is not None and fault == 0
+        logprobs = logprobs_of(token, read_ranked(each, own, vocab)) if has_ranks else None
+        made.append(Chosen(token, fault, logprobs))
+    return made
 
 
 def random_logits(rng: np.random.Generator, vocab: int) -> NDArray[np.float32]:
@@ -103,6 +145,7 @@ def random_params(rng: np.random.Generator, vocab: int) -> SamplingParams:
         frequency_penalty=float(rng.choice([0, 0.3, -1.9])) if has_penalties else 0.0,
         repeat_last_n=[None, 0, 1, 8, 64][rng.integers(5)],
         logit_bias=biases if has_biases else None,
+        logprobs=[None, None, 0, 1, int(rng.integers(1, 60)), 1000][rng.integers(6)],
     )
 
 
@@ -111,7 +154,14 @@ def random_case(rng: np.random.Generator, vocab: int) -> Case:
     context = rng.integers(0, min(vocab, 30), rng.integers(1, 200)).tolist()
     seed = int(rng.integers(0, 2**64, dtype=np.uint64))
     forbidden_ids = rng.permutation(vocab)[: rng.choice([0, 0, 0, 1, 3, vocab - 1, vocab])].tolist()
-    return Case(random_logits(rng, vocab), context, random_params(rng, vocab), seed, forbidden_ids)
+    mask = random_mask(rng, vocab) if rng.random() < 0.3 else None
+    return Case(random_logits(rng, vocab), context, random_params(rng, vocab), seed, forbidden_ids, mask)
+
+
+def random_mask(rng: np.random.Generator, vocab: int) -> Bitmask:
+    """From no token to all."""
+    count = int(rng.choice([0, 1, 1, 2, rng.integers(vocab + 1), vocab]))
+    return bitmask_of(rng.permutation(vocab)[:count].tolist(), vocab)
 
 
 def check_choices(
@@ -122,11 +172,11 @@ def check_choices(
     *,
     ahead: bool = False,
 ) -> None:
-    tokens, faults = sample_all(cases, device, workspace, gap, ahead=ahead)
-    for case, token, fault in zip(cases, tokens, faults, strict=True):
+    made = choose_all(cases, device, workspace, gap, ahead=ahead)
+    for case, each in zip(cases, made, strict=True):
         try:
-            expected = sample_token(case.logits, case.context, case.params, case.seed, case.forbidden_ids)
+            expected = case.expected()
         except GenerationFault:
-            assert fault != 0
-            continue
-        assert (fault, token) == (0, expected), case
+            assert each.fault != 0
+        else:
+            assert each == expected, case

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from sample_cases import Case, random_case, random_logits
 
-from coldstream.decoding.logprobs import logprobs_of_ranks, token_logprobs
+from coldstream.decoding.logprobs import logprobs_of, ranked_by_ids, token_logprobs
 from coldstream.decoding.sampling import sample_token, token_weights, top_k_ids
 from coldstream.decoding.sampling_params import SamplingParams
 from coldstream.errors import GenerationFault
@@ -26,7 +26,7 @@ VOCABS = [1, 2, 3, 31, 32, 33, 100, 1000, 2049, 5000]
 
 
 def row(case: Case, changed: Array | None = None, **more: Any) -> _csrc.TokenChoice:
-    settings = {**vars(case.settings()), "logprobs": None, **more}
+    settings = {**vars(case.settings()), **more}
     return _csrc.TokenChoice(case.logits, changed, **settings)
 
 
@@ -38,11 +38,14 @@ def check(cases: Sequence[Case]) -> None:
     for case, made, logits in zip(cases, rows, before, strict=True):
         assert case.logits.tobytes() == logits.tobytes()
         try:
-            expected = sample_token(case.logits, case.context, case.params, case.seed, case.forbidden_ids)
+            expected = case.expected()
         except GenerationFault:
             assert made.fault != 0
-        else:
-            assert (made.fault, made.token) == (0, expected), case
+            continue
+        assert (made.fault, made.token) == (0, expected.token), case
+        if expected.logprobs is not None:
+            ranked = ranked_by_ids(case.logits, made.token, *made.ranked)
+            assert logprobs_of(made.token, ranked) == expected.logprobs, case
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
@@ -99,7 +102,8 @@ def test_ranks_and_the_weight_of_all(vocab: int, count: int) -> None:
         likeliest, rank, total = made.ranked
         assert total == int(token_weights(case.logits, 1.0).sum())
         assert sorted(likeliest) == (top_k_ids(case.logits, count).tolist() if count else [])
-        found = logprobs_of_ranks(case.logits, made.token, likeliest, rank, total)
+        ranked = ranked_by_ids(case.logits, made.token, likeliest, rank, total)
+        found = logprobs_of(made.token, ranked)
         assert found == token_logprobs(case.logits, made.token, count)
 
 

@@ -1,6 +1,8 @@
 """The sampler on the GPU must choose the very tokens that decoding's sampler chooses."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,15 +13,20 @@ from hypothesis import strategies as st
 from sample_cases import (
     Case,
     check_choices,
+    choose_all,
     random_case,
     random_logits,
     sample_all,
 )
 
 from coldstream.decoding.sampling_params import SamplingParams
+from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.sample.cuda import PROGRAM, ROW_BYTES
+from coldstream.kernels.sample.settings import BLOCKS_MISSED
+from host_device import HOST
 
 FULL_VOCAB = 248320
+HOLDING = CudaProgram(HOST / "hold.cu", ("hold_processors",))
 GREEDY = SamplingParams(temperature=0)
 PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
@@ -28,6 +35,7 @@ PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 @for_each_architecture
 def test_kernels_compile(arch: str) -> None:
     check_compiles(PROGRAM, arch)
+    check_compiles(HOLDING, arch)
 
 
 def check(cases: Sequence[Case], workspace: torch.Tensor | None = None, *, ahead: bool = False) -> None:
@@ -95,6 +103,45 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     cases = [random_case(rng, 3000) for _ in range(32)]
     together, _ = sample_all(cases, CUDA)
     assert [sample_all([case], CUDA)[0][0] for case in cases] == together
+
+
+@pytest.mark.gpu
+def test_blocks_without_a_place_are_waited_for_in_vain_and_the_next_launch_goes_well() -> None:
+    """Another launch leaves too few multiprocessors, for longer than blocks wait."""
+    from coldstream.kernels.cuda.limits import device_limits
+    from coldstream.kernels.cuda.runtime import streams
+
+    rng = np.random.default_rng(6)
+    workspace = torch.zeros(2, ROW_BYTES, dtype=torch.uint8, device=CUDA)
+    case = Case(rng.standard_normal(FULL_VOCAB).astype(np.float32), [0], replace(PLAIN, logprobs=5), 1)
+    check([case], workspace)
+    limits, other = device_limits(), streams.Stream()
+    # One block a multiprocessor, as it has most of the shared memory.
+    num_held, shared = limits.num_processors - 4, limits.shared_per_block - 1024
+    with streams.on_stream(other):
+        HOLDING.kernel("hold_processors").launch((1, 1, 1), 32, (0,))
+        other.synchronize()
+        HOLDING.kernel("hold_processors").launch((num_held, 1, 1), 32, (1500,), shared_bytes=shared)
+    made = choose_all([case], CUDA, workspace, may_change=True)
+    other.synchronize()
+    assert [each.fault for each in made] == [BLOCKS_MISSED]
+    check([case, replace(case, seed=2)], workspace)
+
+
+@pytest.mark.gpu
+def test_two_models_that_draw_at_once_draw_what_each_draws_alone() -> None:
+    """From two threads, all of whose launches go to the device's one stream."""
+    rng = np.random.default_rng(8)
+    cases = [[random_case(rng, FULL_VOCAB) for _ in range(8)] for _ in range(2)]
+    workspaces = [torch.zeros(8, ROW_BYTES, dtype=torch.uint8, device=CUDA) for _ in range(2)]
+
+    def draw(number: int) -> None:
+        for _ in range(4):
+            check(cases[number], workspaces[number])
+
+    with ThreadPoolExecutor(2) as threads:
+        for made in [threads.submit(draw, number) for number in range(2)]:
+            made.result()
 
 
 @pytest.mark.gpu

@@ -7,10 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_cases import Case, check_choices, random_case, random_logits, sample_all
+from sample_cases import Case, check_choices, choose_all, random_case, random_logits, sample_all
 
 from coldstream.decoding.sampling_params import SamplingParams
 from coldstream.kernels.sample.cuda import ROW_BYTES, choosing_grid
+from coldstream.kernels.sample.settings import BLOCKS_MISSED, bitmask_of
+from host_device import HostDevice
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0)
@@ -117,6 +119,64 @@ def test_more_tokens_than_a_list_holds_before_the_end_of_a_tile(order: str) -> N
     ]
     for seed, params in enumerate(every):
         check_choices([Case(logits, [0], params, seed)], CPU)
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("kind", ["spread", "ties", "rising"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_ranks_by_the_models_own_logits(kind: str, temperature: float) -> None:
+    """Of a row alone, with fewer and with more likeliest tokens than tiles, which a list may not hold."""
+    rng = np.random.default_rng(7)
+    logits = rng.standard_normal(3 * 2048 + 5).astype(np.float32)
+    if kind == "ties":
+        logits = np.round(logits)
+    elif kind == "rising":
+        logits = np.sort(logits)
+    workspace = torch.zeros(1, ROW_BYTES, dtype=torch.uint8)
+    mask = bitmask_of(rng.permutation(len(logits))[:500].tolist(), len(logits))
+    params = SamplingParams(temperature=temperature, top_k=0, top_p=0.9, min_p=0.0)
+    biased = replace(params, logit_bias={int(logits.argmax()): -50.0}, presence_penalty=1.5)
+    for seed, count in enumerate((0, 1, 4, 5, 300, 1024)):
+        for case in (
+            Case(logits, [3], replace(params, logprobs=count), seed),
+            Case(logits, [3], replace(biased, logprobs=count), seed),
+            Case(logits, [3], replace(params, logprobs=count), seed, mask=mask),
+        ):
+            check_choices([case], CPU, workspace)
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("vocab", [1, 31, 33, 2050, 4500])
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_only_allowed_tokens_are_chosen(vocab: int, temperature: float) -> None:
+    """With a token for each bit of a word, in rows with masks of their own."""
+    rng = np.random.default_rng(vocab)
+    plain = SamplingParams(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
+    for params in (plain, replace(plain, top_k=3), replace(plain, top_p=0.7, repetition_penalty=1.2)):
+        only = rng.permutation(vocab)[:4].tolist()
+        masks = [bitmask_of([token], vocab) for token in only] + [bitmask_of([], vocab)]
+        cases = [Case(random_logits(rng, vocab), [0], params, 5, mask=mask) for mask in masks]
+        tokens, faults = sample_all(cases, CPU)
+        assert tokens[:-1] == only
+        assert faults == [0] * len(only) + [-1]
+
+
+def test_blocks_without_a_place_are_waited_for_in_vain_and_the_next_launch_goes_well(
+    compiled_for_the_host: HostDevice,
+) -> None:
+    """The device has three places, and its limits say four."""
+    rng = np.random.default_rng(4)
+    workspace = torch.zeros(2, ROW_BYTES, dtype=torch.uint8)
+    alone = Case(rng.standard_normal(4 * 2048).astype(np.float32), [0], replace(PLAIN, logprobs=5), 1)
+    more = replace(compiled_for_the_host.limits, num_processors=4)
+    for params in (PLAIN, replace(PLAIN, logprobs=2), replace(PLAIN, top_k=3), replace(PLAIN, top_p=0.5)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compiled_for_the_host, "limits", more)
+            with compiled_for_the_host.installed():
+                made = choose_all([replace(alone, params=params)], CPU, workspace, may_change=True)
+        assert [each.fault for each in made] == [BLOCKS_MISSED]
+        with compiled_for_the_host.installed():
+            check_choices([alone, replace(alone, seed=2)], CPU, workspace)
 
 
 @given(rows=st.integers(1, 5000), tiles=st.integers(1, 2048), processors=st.integers(1, 300))

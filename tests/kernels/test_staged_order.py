@@ -67,7 +67,7 @@ def test_each_choice_is_read_when_it_is_made_while_the_next_is_queued(seed: int)
         def zeros(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
             return torch.zeros(shape, dtype=getattr(torch, dtype))
 
-        sampler = Sampler(zeros, 1, 8)
+        sampler = Sampler(zeros, 1, 8, 5)
         logits, started = torch.zeros(1, 5), []
         for position in range(1, 9):
             settings = RowSettings(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, position)

@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from coldstream.assets import demo_model_path
 from coldstream.decoding import Grammar, Thought
 from coldstream.engine import LLM, EngineConfig, SamplingParams, open_model
 from coldstream.errors import InvalidRequestError
+from coldstream.kernels.sample.settings import bitmask_of
 from coldstream.server.output import forced_calls, thought_after
 from output_samples import (
     ARGS_TEMPLATE,
@@ -61,7 +63,8 @@ def matches(llm: LLM, grammar: Grammar, text: str) -> bool:
         if not matcher.accepts(token_id):
             return False
         matcher.append(token_id)
-    return bool(matcher.mask()[sorted(llm.opened.tokenizer.eos_ids)].all())
+    ends = bitmask_of(llm.opened.tokenizer.eos_ids, llm.opened.tokenizer.vocab_size)
+    return bool(np.array_equal(matcher.mask() & ends, ends))
 
 
 def is_turn(call: Any) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from coldstream.decoding.sampling_params import Logits
-from coldstream.kernels.sample.settings import RowSettings
+from coldstream.kernels.sample.settings import RankedTokens, RowSettings
 
 
 class DeviceChoice(Protocol):
@@ -19,8 +19,12 @@ class DeviceChoice(Protocol):
 
     def results(self) -> list[tuple[int, int]]:
         """Waits for the tokens. Each comes with a fault: 0 for none, otherwise the number of logits that are
-        not finite, or −1 where all are finite and penalties have left the best one infinite.
+        not finite, NO_FINITE where all are finite and the best one is not once all are changed, or
+        BLOCKS_MISSED where the device has not done it.
         """
+
+    def ranked(self, row: int) -> RankedTokens:
+        """Of the row-th of the rows, whose settings want it, behind `results`; not for one with a fault."""
 
 
 class DeviceStep(Protocol):

@@ -11,6 +11,7 @@ import numpy as np
 
 from coldstream.decoding.sampling import WEIGHT_ONE, token_weights, top_k_ids
 from coldstream.decoding.sampling_params import Logits
+from coldstream.kernels.sample.settings import RankedTokens
 
 RankedLogprob = tuple[int, float, int]  # token id, log-probability, rank
 
@@ -20,24 +21,36 @@ def token_logprobs(logits: Logits, chosen_id: int, count: int) -> list[RankedLog
 
     logits: finite float32 [vocab]. The likeliest token has rank 1; of equal ones the lowest id goes first.
     """
+    return logprobs_of(chosen_id, ranked_tokens(logits, chosen_id, count))
+
+
+def ranked_tokens(logits: Logits, chosen_id: int, count: int) -> RankedTokens:
+    """What `token_logprobs` is made of."""
     ids = top_k_ids(logits, count) if count else np.empty(0, np.int64)
     ids = ids[np.argsort(-logits[ids], kind="stable")]
     total = int(token_weights(logits, 1.0).sum())
-    return logprobs_of_ranks(logits, chosen_id, ids.tolist(), _rank(logits, chosen_id), total)
+    return ranked_by_ids(logits, chosen_id, ids.tolist(), _rank(logits, chosen_id), total)
 
 
-def logprobs_of_ranks(
+def ranked_by_ids(
     logits: Logits, chosen_id: int, likeliest: Sequence[int], rank: int, total: int
-) -> list[RankedLogprob]:
-    """`token_logprobs`, if the ids of the likeliest tokens, the rank of the chosen one and the weight of all
+) -> RankedTokens:
+    """`ranked_tokens`, if the ids of the likeliest tokens, the rank of the chosen one and the weight of all
     tokens are known.
     """
-    log_total = math.log(total / WEIGHT_ONE)
-    ranked = list(zip(likeliest, range(1, len(likeliest) + 1), strict=True))
-    if rank > len(likeliest):
-        ranked.append((chosen_id, rank))
-    largest = float(logits[likeliest[0]] if likeliest else logits.max())
-    return [(token_id, float(logits[token_id]) - largest - log_total, rank) for token_id, rank in ranked]
+    found = logits[likeliest].tolist() if likeliest else []
+    largest = found[0] if found else float(logits.max())
+    return RankedTokens(likeliest, found, rank, float(logits[chosen_id]), largest, total)
+
+
+def logprobs_of(chosen_id: int, ranked: RankedTokens) -> list[RankedLogprob]:
+    """`token_logprobs`, by what it is made of."""
+    log_total = math.log(ranked.total / WEIGHT_ONE)
+    count = len(ranked.likeliest)
+    found = list(zip(ranked.likeliest, ranked.logits, range(1, count + 1), strict=True))
+    if ranked.rank > count:
+        found.append((chosen_id, ranked.logit, ranked.rank))
+    return [(token_id, logit - ranked.largest - log_total, rank) for token_id, logit, rank in found]
 
 
 def _rank(logits: Logits, token_id: int) -> int:

@@ -70,12 +70,14 @@ def begin_all_picks(
 
     computed: by key the chooser, the logits [vocab] after the root and each node, the tree, and all tokens up
     to the root. Where a device chooses, the tokens after all nodes are chosen at once, so that the host waits
-    once. Otherwise a token is chosen when it is asked for. Raises the device's errors.
+    once. Otherwise, and where masks depend on a path that a grammar may not allow, a token is chosen when it
+    is asked for. Raises the device's errors.
     """
     choices: list[TokenChoice] = []
     firsts: dict[_Key, int] = {}  # by choice on the device: the first with the same key
     for key, (chooser, rows, tree, context) in computed.items():
-        if not isinstance(rows[0], np.ndarray) and chooser.choice(rows[0], context).is_on_device:
+        is_near = isinstance(rows[0], np.ndarray) or chooser.needs_tokens
+        if not is_near and chooser.choice(rows[0], context).is_on_device:
             firsts[key] = len(choices)
             choices += _choices_of(chooser, rows, tree, context)
     outcomes = begin_choices(choices).outcomes() if choices else []

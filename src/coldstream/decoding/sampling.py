@@ -18,8 +18,9 @@ integer arithmetic. This is the definition that a faster version has to reproduc
 
 Temperature 0 takes the largest logit. Ties always go to the lowest id.
 
-Before that, a logit is changed by its bias, then by penalties, then by logits processors, and set to −inf
-where the token is forbidden. Answers after a prompt's first draw with seeds of their own, see `derived_seed`.
+Before that, a logit is changed by its bias, then by penalties, then by logits processors. It is set to −inf
+where the token is not among the allowed ones, as a grammar says, or forbidden. Answers after a prompt's first
+draw with seeds of their own, see `derived_seed`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 
 from coldstream.decoding.sampling_params import Logits, LogitsProcessor, SamplingParams
 from coldstream.errors import GenerationFault, InvalidRequestError, shown
+from coldstream.kernels.sample.settings import Bitmask
 from coldstream.models.spec.sanity import check_logits
 
 WEIGHT_ONE = 2**40
@@ -51,14 +53,16 @@ def sample_token(
     params: SamplingParams,
     seed: int,
     forbidden_ids: Collection[int] = (),
+    allowed: Bitmask | None = None,
 ) -> int:
     """The token that follows `context` (all ids so far) given the model's float32 `logits` [vocab].
 
-    Never one of `forbidden_ids`. Pure: the arguments are not changed, and `params.seed` is ignored in favour
-    of `seed`. Raises GenerationFault if a logit is not finite, or if no token is left, InvalidRequestError if
-    a logits processor raises or returns something else than logits.
+    Never one of `forbidden_ids`, and one of those that are `allowed`; None: all are. Pure: the arguments are
+    not changed, and `params.seed` is ignored in favour of `seed`. Raises GenerationFault if a logit is not
+    finite, or if no token is left, InvalidRequestError if a logits processor raises or returns something else
+    than logits.
     """
-    logits = changed_logits(logits, context, params, forbidden_ids)
+    logits = changed_logits(logits, context, params, forbidden_ids, allowed)
     best = int(np.argmax(logits))  # the first NaN if there is one
     if not np.isfinite(logits[best]):
         raise no_token_left(len(context))
@@ -69,7 +73,11 @@ def sample_token(
 
 
 def changed_logits(
-    logits: Logits, context: Sequence[int], params: SamplingParams, forbidden_ids: Collection[int]
+    logits: Logits,
+    context: Sequence[int],
+    params: SamplingParams,
+    forbidden_ids: Collection[int],
+    allowed: Bitmask | None = None,
 ) -> Logits:
     """The logits [vocab] after biases, penalties, processors and forbidden tokens, from which `sample_token`
     chooses; the given ones are not changed. Raises as `sample_token`.
@@ -81,6 +89,9 @@ def changed_logits(
         logits = apply_penalties(logits, context, params)
     if params.logits_processors:
         logits = _processed(logits, context, params.logits_processors)
+    if allowed is not None:
+        bits = np.unpackbits(allowed.view(np.uint8), count=len(logits), bitorder="little")
+        logits = np.where(bits, logits, np.float32(-np.inf))
     if forbidden_ids:
         logits = logits.copy()
         logits[list(forbidden_ids)] = -np.inf
@@ -88,7 +99,7 @@ def changed_logits(
 
 
 def no_token_left(position: int) -> GenerationFault:
-    """The error if penalties, processors or forbidden tokens leave no finite logit on top."""
+    """The error if penalties, processors, masks or forbidden tokens leave no finite logit on top."""
     return GenerationFault(f"no token can follow at position {position}: the best logit is not finite")
 
 

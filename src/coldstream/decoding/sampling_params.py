@@ -42,9 +42,9 @@ class SamplingParams:
     largest logit that is left before top-k. Meaning of each step: `coldstream.decoding.sampling`. Neither `n`
     nor `logprobs` changes a token of the first answer.
 
-    Where something has to be known of all logits (`logprobs`, `logits_processors`, `grammar`, a thought's
-    budget), a GPU's logits are brought to the host and the token is chosen there, by the same definition and
-    with the same result. So they are where biases and `min_tokens` together concern more than 1,024 tokens.
+    Where `logits_processors` look at all logits, a GPU's are brought to the host and the token is chosen
+    there, by the same definition and with the same result. So they are where biases and `min_tokens` together
+    concern more than 1,024 tokens.
     """
 
     temperature: float = 0.8

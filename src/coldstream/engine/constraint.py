@@ -11,22 +11,21 @@ from enum import Enum, auto
 from typing import Protocol, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
-from coldstream.decoding import Logits, Thought
+from coldstream.decoding import Thought
 from coldstream.gguf.tokenizer import Tokenizer
+from coldstream.kernels.sample.settings import MASK_BITS, Bitmask, bitmask_of
 
 MAX_GAP_BYTES = 8
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
 
-Mask = NDArray[np.bool_]  # [vocab]
 TokenBytes = Callable[[int], bytes]
 
 
 class Matcher(Protocol):
     """A grammar at some point of an answer."""
 
-    whitespace: Mask
+    whitespace: Bitmask
 
     def fresh(self) -> Self:
         """The same grammar at the beginning."""
@@ -37,9 +36,9 @@ class Matcher(Protocol):
     def append(self, token_id: int) -> None:
         """Takes a token that may follow."""
 
-    def mask(self) -> Mask:
-        """Which tokens may follow; end tokens are among them exactly if the answer may end. None may where
-        the grammar has a dead end.
+    def mask(self) -> Bitmask:
+        """Which tokens may follow, in memory of the caller's own. End tokens are among them exactly if the
+        answer may end. None may follow where the grammar has a dead end.
         """
 
 
@@ -114,7 +113,10 @@ def overrunning_tokens(closing: str, tokenizer: Tokenizer) -> tuple[tuple[int, .
 
 
 class AnswerConstraint:
-    """The logits processor of one answer. A pure function of the answer's prefix; keeps where it was last."""
+    """Which tokens may follow in one answer. A pure function of its prefix; keeps where it was last.
+
+    Implements decoding's `Constraint`.
+    """
 
     def __init__(
         self,
@@ -123,11 +125,12 @@ class AnswerConstraint:
         num_prompt_tokens: int,
         end_ids: Collection[int],
         token_bytes: TokenBytes,
+        vocab_size: int,
     ) -> None:
         """end_ids: tokens that end the answer, which a thought before a grammar does not hold."""
         self._matcher, self._thought = matcher, thought
         self._num_prompt_tokens = num_prompt_tokens
-        self._end_ids = list(end_ids)
+        self._end_ids, self._vocab_size = list(end_ids), vocab_size
         self._token_bytes = token_bytes
         first = (
             _ThoughtPhase.TEXT
@@ -139,23 +142,20 @@ class AnswerConstraint:
         self._ids: list[int] = []
         self._places = [_GrammarPlace(first)]  # one more than ids
 
-    def __call__(self, context: Sequence[int], logits: Logits) -> Logits:
-        """`logits` with −inf where a token may not follow; they are written into."""
+    def allowed(self, context: Sequence[int]) -> Bitmask | None:
+        """See decoding's `Constraint`."""
         self._follow(context[self._num_prompt_tokens :])
         place = self._places[-1]
         forced = self._forced(place)
         if forced is not None:
-            value = logits[forced]
-            logits[:] = -np.inf
-            logits[forced] = value
-        elif place.phase is _ThoughtPhase.THOUGHT:
-            if self._matcher is not None:
-                logits[self._end_ids + self._unwanted_in_thought(place)] = -np.inf
-        elif self._matcher is not None:
-            mask = self._mask(place, self._matcher)
-            mask[self._end_ids] |= not mask.any()
-            logits[~mask] = -np.inf
-        return logits
+            return self._bits_of([forced])
+        if self._matcher is None:
+            return None
+        if place.phase is _ThoughtPhase.THOUGHT:
+            unwanted = self._bits_of(self._end_ids + self._unwanted_in_thought(place))
+            return self._bits_of(range(self._vocab_size)) & ~unwanted
+        mask = self._mask(place, self._matcher)
+        return mask if mask.any() else self._bits_of(self._end_ids)
 
     def is_dead_end(self, answer: Sequence[int]) -> bool:
         """Whether nothing may follow an answer so far that does not match yet: it can only be ended."""
@@ -187,12 +187,16 @@ class AnswerConstraint:
                 unwanted += ids
         return unwanted
 
-    def _mask(self, place: _GrammarPlace, matcher: Matcher) -> Mask:
+    def _bits_of(self, token_ids: Collection[int]) -> Bitmask:
+        return bitmask_of(token_ids, self._vocab_size)
+
+    def _mask(self, place: _GrammarPlace, matcher: Matcher) -> Bitmask:
         mask = matcher.mask()
         if place.phase is _ThoughtPhase.GAP and place.count < MAX_GAP_BYTES:
             mask |= matcher.whitespace
         if place.phase is _ThoughtPhase.HEAD and self._thought and self._thought.opening_id is not None:
-            mask[self._thought.opening_id] = True
+            word, bit = divmod(self._thought.opening_id, MASK_BITS)
+            mask[word] |= np.uint32(1 << bit)
         return mask
 
     def _follow(self, answer: Sequence[int]) -> None:

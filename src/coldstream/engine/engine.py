@@ -383,6 +383,7 @@ class Engine:
         self._in_flight = following
         launched = self._clock()
         arrived = self._take(step, following)
+        self._begin_choices()
         if self._drafts is not None and following is not None:
             self._drafts.observe(following, is_ahead=True)
         end = self._clock()
@@ -390,12 +391,23 @@ class Engine:
         self._record_cost(step, end - self._in_flight_since, is_chunk=False)
         self._in_flight_since = end
 
+    def _begin_choices(self) -> None:
+        """Those of the step in flight that needed the tokens of the step before."""
+        step = self._in_flight
+        if step is None:
+            return
+        try:
+            step.begin()
+        except ColdstreamError as error:
+            self._in_flight = None
+            self._served.fail(step.counts, error)
+
     def _may_run_ahead(self, step: LaunchedStep) -> bool:
         """Whether the next step has the same answers, all of whose tokens the device chooses."""
         scheduler = self._served.scheduler
         if self._drafts is not None and self._drafts.will_draft(len(step.counts)):
             return False
-        if not (self._runner.takes_chosen and step.started.is_on_device) or scheduler.num_waiting:
+        if not (self._runner.takes_chosen and step.is_on_device) or scheduler.num_waiting:
             return False
         return {job.key for job in step.asked} == set(scheduler.running) and all(
             job.num_missing == 0 and job.answer.chooser.is_for_device for job in step.asked

@@ -9,18 +9,19 @@ the size of the text, by the limits on schemas, and by limits on states, symbols
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from coldstream.decoding import Grammar, SamplingParams, Thought
 from coldstream.engine.answer import Request
-from coldstream.engine.constraint import AnswerConstraint, Mask, ThoughtTokens, overrunning_tokens
+from coldstream.engine.constraint import AnswerConstraint, ThoughtTokens, overrunning_tokens
 from coldstream.engine.grammar_source import check_ends, grammar_source, is_dead_end
 from coldstream.engine.regular_languages import one_line
 from coldstream.errors import InvalidRequestError
 from coldstream.gguf.tokenizer import Tokenizer
+from coldstream.kernels.sample.settings import Bitmask, bitmask_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -65,14 +66,21 @@ class Grammars:
         thought = (
             None if params.thought is None else self._thought_tokens(params.thought, grammar is not None)
         )
+        tokenizer = self._tokenizer
         return AnswerConstraint(
-            grammar, thought, len(request.prompt_token_ids), request.all_end_ids, self._tokenizer.token_bytes
+            grammar,
+            thought,
+            len(request.prompt_token_ids),
+            request.all_end_ids,
+            tokenizer.token_bytes,
+            tokenizer.vocab_size,
         )
 
     def matcher(self, grammar: Grammar) -> "TokenMatcher":
         """A matcher at the beginning of an answer. Raises as `check`."""
         prototype = self._prototype(grammar)
-        return TokenMatcher(prototype, lambda: self._compiled_anew(grammar), self._whitespace)
+        anew = partial(self._compiled_anew, grammar)
+        return TokenMatcher(prototype, anew, self._all_tokens, self._whitespace)
 
     def _thought_tokens(self, thought: Thought, is_before_grammar: bool) -> ThoughtTokens:
         overrunning: tuple[tuple[int, ...], ...] = ()
@@ -120,11 +128,16 @@ class Grammars:
         )
 
     @cached_property
-    def _whitespace(self) -> Mask:
+    def _all_tokens(self) -> Bitmask:
+        count = self._tokenizer.vocab_size
+        return bitmask_of(range(count), count)
+
+    @cached_property
+    def _whitespace(self) -> Bitmask:
         """The tokens that are blanks and new lines, a few at most."""
-        ids = range(self._tokenizer.vocab_size)
-        texts = (self._tokenizer.token_bytes(index) for index in ids)
-        return np.fromiter((0 < len(text) <= 8 and not text.strip() for text in texts), bool, len(ids))
+        count = self._tokenizer.vocab_size
+        texts = ((index, self._tokenizer.token_bytes(index)) for index in range(count))
+        return bitmask_of([index for index, text in texts if 0 < len(text) <= 8 and not text.strip()], count)
 
 
 class TokenMatcher:
@@ -134,16 +147,18 @@ class TokenMatcher:
     a limit; then it is tried again with nothing but these tokens.
     """
 
-    def __init__(self, prototype: "LLMatcher", anew: Callable[[], "LLMatcher"], whitespace: Mask) -> None:
-        """anew: compiles the grammar again, into a matcher that shares nothing."""
-        self._prototype, self._anew = prototype, anew
+    def __init__(
+        self, prototype: "LLMatcher", anew: Callable[[], "LLMatcher"], tokens: Bitmask, whitespace: Bitmask
+    ) -> None:
+        """anew: compiles the grammar again, into a matcher that shares nothing. tokens: all of them."""
+        self._prototype, self._anew, self._tokens = prototype, anew, tokens
         self._matcher = prototype.deep_copy()
         self._ids: list[int] = []
         self.whitespace = whitespace
 
     def fresh(self) -> "TokenMatcher":
         """The same grammar at the beginning."""
-        return TokenMatcher(self._prototype, self._anew, self.whitespace)
+        return TokenMatcher(self._prototype, self._anew, self._tokens, self.whitespace)
 
     def accepts(self, token_id: int) -> bool:
         """Whether `token_id` may follow."""
@@ -162,7 +177,7 @@ class TokenMatcher:
             reason = one_line(self._matcher.get_error()) or "it may not follow"
             raise InvalidRequestError(f"grammar: token {token_id} of the answer cannot be matched: {reason}")
 
-    def mask(self) -> Mask:
+    def mask(self) -> Bitmask:
         """Which tokens may follow, end tokens among them exactly if the answer may end here.
 
         None may at a dead end of the grammar that `check_ends` has not found, or at a limit of llguidance.
@@ -170,11 +185,10 @@ class TokenMatcher:
         bitmask = self._matcher.compute_bitmask()
         if self._is_at_limit and self._begin_anew():
             bitmask = self._matcher.compute_bitmask()
-        bits = np.frombuffer(bitmask, np.uint8)
-        mask = np.unpackbits(bits, bitorder="little")[: len(self.whitespace)].astype(bool)
         if self._matcher.is_error():  # its mask says that the answer may end
-            mask[:] = False
-        return mask
+            return np.zeros_like(self.whitespace)
+        # It has bits for more tokens than there are.
+        return np.frombuffer(bitmask, np.uint32)[: len(self._tokens)] & self._tokens
 
     @property
     def _is_at_limit(self) -> bool:

@@ -32,14 +32,32 @@ class LaunchedStep:
     # Of those without trees, whose logits are looked at: all that end at a checkpoint, leave forks behind or
     # have all tokens computed.
     asked: Sequence[Job]
-    started: StartedChoices  # for each of `asked`
+    started: StartedChoices | None  # for each of `asked`; None: they wait for `begin`
     # Of those with trees, none of whose rows is committed: logits [vocab] after the root and each node.
     tree_logits: Mapping[Job, Sequence[AnyLogits]] = field(default_factory=dict)
     # Forks that the step leaves behind, ascending by length.
     forks: Mapping[Job, Sequence[kvcache.Sequence]] = field(default_factory=dict)
+    waiting: Sequence[AnyLogits] = ()  # logits [vocab] after the row of each of `asked`, until `begin`
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether a device makes all choices, which have begun, and the next step may name them."""
+        return self.started is not None and self.started.is_on_device
+
+    def begin(self) -> None:
+        """Begins the choices that wait for tokens of the step before, which all jobs now have.
+
+        Of an answer that has ended meanwhile, the likeliest token is chosen, as `launch` says. Raises as
+        `begin_choices`.
+        """
+        if self.started is None:
+            pairs = zip(self.asked, self.waiting, strict=True)
+            self.started = begin_choices([_choice(job, logits) for job, logits in pairs])
+            self.waiting = ()
 
     def outcomes(self) -> Mapping[Job, Outcome]:
         """What was chosen after the last row of each of `asked`. Waits for the device; raises its errors."""
+        assert self.started is not None, "choices are begun before they are waited for"
         return dict(zip(self.asked, self.started.outcomes(), strict=True))
 
     def release_forks(self, runner: ModelRunner) -> None:
@@ -85,8 +103,10 @@ def launch_ahead(runner: ModelRunner, before: LaunchedStep) -> LaunchedStep:
     """Begins the step of the tokens that `before` is choosing, whose choices must all be on the device.
 
     Jobs that have no token left to choose after those take no part. Where a token turns out to be the
-    answer's last by its id, or there is none, the step leaves its row out: see `ModelRunner.take_back`.
+    answer's last by its id, or there is none, the step leaves its row out: see `ModelRunner.take_back`. Where
+    a choice needs all tokens before it, as a grammar does, the choices wait for `LaunchedStep.begin`.
     """
+    assert before.started is not None, "the tokens of a step ahead are being chosen"
     going_on = [(i, job) for i, job in enumerate(before.asked) if job.num_left > 1]
     segments, results = [], []
     for i, job in going_on:
@@ -95,6 +115,8 @@ def launch_ahead(runner: ModelRunner, before: LaunchedStep) -> LaunchedStep:
         segments.append(Segment(job.sequence, ChosenToken(results[-1], job.request.all_end_ids)))
     rows = [logits[0] for logits in runner.step(Batch(tuple(segments)))]
     jobs = [job for _, job in going_on]
+    if any(job.answer.chooser.needs_tokens for job in jobs):
+        return LaunchedStep(dict.fromkeys(jobs, 1), jobs, None, waiting=rows)
     choices = [job.choice(logits, unseen) for job, logits, unseen in zip(jobs, rows, results, strict=True)]
     return LaunchedStep(dict.fromkeys(jobs, 1), jobs, begin_choices(choices))
 
@@ -113,6 +135,6 @@ def _tree_segment(job: Job, tree: TokenTree) -> Segment:
 
 
 def _choice(job: Job, logits: AnyLogits) -> TokenChoice:
-    if job.num_missing:
+    if job.num_missing or job.is_over:
         return TokenChoice(logits, job.token_ids[: job.num_computed], _LIKELIEST, seed=0)
     return job.choice(logits)

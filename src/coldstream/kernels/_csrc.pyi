@@ -436,9 +436,9 @@ def commit_ngram(runtime: Runtime, kept_ids: Annotated[NDArray[numpy.int32], dic
 class TokenChoice:
     """A row of logits, what determines the token after it, and that token."""
 
-    def __init__(self, logits: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], changed: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, *, temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float, presence_penalty: float, frequency_penalty: float, recent: Sequence[int], seed: int, position: int, biased: Sequence[int], biases: Sequence[float], logprobs: int | None) -> None:
+    def __init__(self, logits: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], changed: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, *, temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float, presence_penalty: float, frequency_penalty: float, recent: Sequence[int], seed: int, position: int, biased: Sequence[int], biases: Sequence[float], allowed: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, logprobs: int | None) -> None:
         """
-        logits, changed: float32 [vocab], contiguous, which it keeps; with `changed` the token is chosen from these, which need not be finite. ValueError for tokens outside of the vocabulary.
+        logits, changed: float32 [vocab], contiguous, which it keeps; with `changed` the token is chosen from these, which need not be finite. allowed: uint32 [ceil(vocab / 32)], which it keeps, a bit for each token that may be chosen; None: all may. ValueError for tokens outside of the vocabulary.
         """
 
     @property

@@ -19,9 +19,13 @@ inline uint32_t count_up_to(uint32_t* count, uint32_t last) {
   *count = before >= last ? 0 : before + 1;
   return before;
 }
-inline void wait_for_count(const uint32_t* count, uint32_t least) {
-  while (*count < least) wait_for_other_blocks();
+// Here it is in vain when all blocks that have a place wait.
+inline uint32_t wait_for_count(const uint32_t* count, uint32_t least, uint64_t) {
+  while (*count < least && wait_for_other_blocks()) {
+  }
+  return *count;
 }
+inline void set_bits(uint32_t* to, uint32_t bits) { *to |= bits; }
 inline void add_up(uint64_t* sum, uint64_t value) { *sum += value; }
 inline uint32_t load_acquire_system(const uint32_t* from) { return __atomic_load_n(from, __ATOMIC_ACQUIRE); }
 inline uint32_t load_relaxed_system(const uint32_t* from) { return __atomic_load_n(from, __ATOMIC_RELAXED); }

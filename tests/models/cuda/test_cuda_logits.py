@@ -16,11 +16,18 @@ from hypothesis import strategies as st
 pytest.importorskip("cuda.bindings")
 
 from coldstream.decoding import Logits, Outcome, SampledToken, SamplingParams, TokenChoice, begin_choices
-from coldstream.errors import GenerationFault
+from coldstream.errors import DeviceError, GenerationFault
 from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.contents import CudaArray, clear, joined, new, read
 from coldstream.kernels.cuda.runtime import streams
-from coldstream.models.cuda.logits import RECENT_OF_A_ROW, OnDevice, Sampler, StepLogits
+from coldstream.kernels.sample.settings import Bitmask, bitmask_of
+from coldstream.models.cuda.logits import (
+    MOST_RANKED,
+    RECENT_OF_A_ROW,
+    OnDevice,
+    Sampler,
+    StepLogits,
+)
 from device_arrays import array_of
 from host_device import HostDevice
 from host_driver import HostStream
@@ -77,7 +84,7 @@ def on_device(values: Logits, num_rows: int = 8, context_length: int = CONTEXT_L
 
     step = OnDevice(
         array_of(torch.from_numpy(values)),
-        Sampler(zeros, num_rows, context_length),
+        Sampler(zeros, num_rows, context_length, values.shape[1]),
         lambda: True,
         download,
         lambda event: streams.current_stream().synchronize(),
@@ -120,28 +127,45 @@ params_of_rows = st.builds(
     presence_penalty=st.sampled_from([0.0, 0.5]),
     frequency_penalty=st.sampled_from([0.0, 1.0]),
     repeat_last_n=st.sampled_from([None, 0, 1, 5, 64]),
-    logprobs=st.sampled_from([None, None, None, 1]),
+    logprobs=st.sampled_from([None, None, None, 0, 1, 40]),
     logit_bias=st.sampled_from([None, None, {2: 1.5, 7: -100.0}, dict.fromkeys(range(9), 2.5)]),
 )
 contexts = st.lists(st.integers(0, 9), max_size=20)
 seeds = st.integers(0, 2**64 - 1)
-any_rows = st.lists(st.tuples(contexts, params_of_rows, seeds), min_size=1, max_size=6)
+allowed_of = st.sampled_from([None, None, 1, 2, 7, 1000])  # token is allowed
+Row = tuple[list[int], SamplingParams, int, int | None]
+any_rows = st.lists(st.tuples(contexts, params_of_rows, seeds, allowed_of), min_size=1, max_size=6)
 
 
-def random_choices(
-    rows: Sequence[tuple[list[int], SamplingParams, int]], vocab: int, broken: bool
-) -> list[TokenChoice]:
+@dataclass
+class SomeTokens:
+    """A constraint that allows every n-th token, from one on that depends on the context."""
+
+    every: int
+    vocab: int
+
+    def allowed(self, context: Sequence[int]) -> Bitmask:
+        return bitmask_of(range(sum(context) % self.every, self.vocab, self.every), self.vocab)
+
+
+def random_choices(rows: Sequence[Row], vocab: int, broken: bool) -> list[TokenChoice]:
     """The first of them broken."""
     values = np.random.default_rng(len(rows)).normal(size=(len(rows), vocab)).astype(np.float32) * 2
     values[: int(broken), vocab // 2] = np.nan
-    return [TokenChoice(values[i], *rest) for i, rest in enumerate(rows)]
+    choices = [
+        TokenChoice(values[i], context, params, seed) for i, (context, params, seed, _) in enumerate(rows)
+    ]
+    return [
+        choice if every is None else replace(choice, constraint=SomeTokens(every, vocab))
+        for choice, (_, _, _, every) in zip(choices, rows, strict=True)
+    ]
 
 
 @pytest.mark.usefixtures("gpu")
 @given(any_rows, st.sampled_from([10, 33, 2050]), st.booleans(), st.sampled_from([1, 2, 6]))
 @settings(max_examples=25)
 def test_rows_are_each_what_they_are_alone_and_on_the_cpu(
-    rows: list[tuple[list[int], SamplingParams, int]], vocab: int, broken: bool, num_rows: int
+    rows: list[Row], vocab: int, broken: bool, num_rows: int
 ) -> None:
     check(random_choices(rows, vocab, broken), num_rows=num_rows)
 
@@ -149,7 +173,7 @@ def test_rows_are_each_what_they_are_alone_and_on_the_cpu(
 @pytest.mark.gpu
 @given(any_rows, st.sampled_from([10, 33, 2050, 9000]), st.booleans(), st.sampled_from([1, 2, 6]))
 def test_rows_are_each_what_they_are_alone_on_a_gpu(
-    rows: list[tuple[list[int], SamplingParams, int]], vocab: int, broken: bool, num_rows: int
+    rows: list[Row], vocab: int, broken: bool, num_rows: int
 ) -> None:
     check(random_choices(rows, vocab, broken), num_rows=num_rows)
 
@@ -221,6 +245,46 @@ def test_rows_beyond_the_memory_wait_for_those_before_them(gpu: Counted) -> None
         assert not started.is_on_device, "some results are gone when others are chosen"
         assert started.outcomes() == expected
         assert (gpu.counts - before).waits == num_parts, contexts
+
+
+def test_masks_and_ranks_beyond_the_memory_wait_for_those_before_them(gpu: Counted) -> None:
+    """There is memory for the masks of two rows, and for as many likeliest tokens as one row may want."""
+    vocab = MOST_RANKED + 3
+    values = np.random.default_rng(0).normal(size=(4, vocab)).astype(np.float32)
+    ranked, some = replace(SAMPLED, logprobs=MOST_RANKED), SomeTokens(3, vocab)
+    wanted = [TokenChoice(row, [1], ranked, 0) for row in values]
+    masked = [TokenChoice(row, [1], SAMPLED, 0, constraint=some) for row in values]
+    for choices, num_parts in ((wanted, 4), (masked, 2), ([masked[0], wanted[1], masked[2], wanted[3]], 2)):
+        expected, logits = begin_choices(choices).outcomes(), on_device(values, num_rows=2)
+        before = gpu.counts
+        assert begin_choices(far(choices, logits, range(len(choices)))).outcomes() == expected
+        assert (gpu.counts - before).waits == num_parts
+
+
+def test_the_device_learns_of_a_mask_in_the_one_copy_and_gives_ranks_in_one_more(gpu: Counted) -> None:
+    values = np.random.default_rng(0).normal(size=(3, 40)).astype(np.float32)
+    logits, some = on_device(values), SomeTokens(2, 40)
+    masked = [TokenChoice(logits[row], [1], SAMPLED, 0, constraint=some) for row in range(3)]
+    for params, num_downloads in ((SAMPLED, 1), (replace(SAMPLED, logprobs=2), 2)):
+        before = gpu.counts
+        begin_choices([replace(each, params=params) for each in masked]).outcomes()
+        assert gpu.counts - before == Counts(launches=1, uploads=1, waits=1, downloads=num_downloads)
+
+
+def test_blocks_that_were_missed_are_an_error_of_the_device(
+    gpu: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device has three places, and its limits say four. The next choice goes well."""
+    values = np.random.default_rng(0).normal(size=(1, 4 * 2048)).astype(np.float32)
+    logits = on_device(values)
+    choice = TokenChoice(logits[0], [3], SAMPLED, 0)
+    limits = gpu.device.limits
+    monkeypatch.setattr(gpu.device, "limits", replace(limits, num_processors=4))
+    (outcome,) = begin_choices([choice]).outcomes()
+    assert isinstance(outcome, DeviceError)
+    assert "position 1: the GPU has not run all blocks" in str(outcome)
+    monkeypatch.setattr(gpu.device, "limits", limits)
+    assert begin_choices([choice]).outcomes() == begin_choices([replace(choice, logits=values[0])]).outcomes()
 
 
 def test_a_damaged_row_is_a_fault_of_its_own(gpu: Counted) -> None:

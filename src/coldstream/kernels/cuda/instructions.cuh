@@ -48,13 +48,34 @@ __device__ __forceinline__ uint32_t count_up_to(uint32_t* count, uint32_t last) 
   return before;
 }
 
-// Until a count that other blocks increment is at least so much; acquires. All of these blocks must have a
-// place on the device at once. If one never gets it, the launch fails after a minute or two of looks.
-__device__ __forceinline__ void wait_for_count(const uint32_t* count, uint32_t least) {
-  constexpr uint32_t most_looks = 1u << 27;
-  for (uint32_t looks = 0; load_acquire(count) < least; looks++) {
-    if (looks == most_looks) __trap();
+// Nanoseconds of the device's clock.
+__device__ __forceinline__ uint64_t now_ns() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
+// Until a count that other blocks increment is at least so much, and what it is then; acquires. All of these
+// blocks should have a place on the device at once. If they have not come within `most_ns`, it is less.
+__device__ __forceinline__ uint32_t wait_for_count(const uint32_t* count, uint32_t least, uint64_t most_ns) {
+  constexpr uint32_t looks_between = 256;  // readings of the clock
+  uint64_t begin = 0;
+  uint32_t found = load_acquire(count);
+  for (uint32_t looks = 1; found < least; looks++) {
+    if (looks % looks_between == 0) {
+      const uint64_t now = now_ns();
+      if (begin == 0) begin = now;
+      if (now - begin > most_ns) break;
+    }
+    found = load_acquire(count);
   }
+  return found;
+}
+
+// As one step for all that count.
+__device__ __forceinline__ void set_bits(uint32_t* to, uint32_t bits) {
+  asm volatile("red.release.gpu.global.or.b32 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "r"(bits)
+               : "memory");
 }
 
 // An addition without a result, so that the thread does not wait for it.
@@ -169,13 +190,6 @@ __device__ __forceinline__ uint32_t dynamic_shared_bytes() {
   uint32_t bytes;
   asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
   return bytes;
-}
-
-// Nanoseconds of the device's clock.
-__device__ __forceinline__ uint64_t now_ns() {
-  uint64_t now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  return now;
 }
 
 __device__ __forceinline__ float half_to_float(uint16_t h) {

@@ -135,6 +135,7 @@ __device__ __noinline__ bool draw_from_row(const RowChoice& choice, const Kept& 
   const int begin = tile.index * block_items;
   float values[items_per_thread];
   load_four(choice.row.logits, begin + first, values);
+  choice.row.mask_four(begin + first, values);
   weigh_four(choice, kept, weighing, begin + first, values, weights);
   const Crossing token = find_crossing(weights, passed + 1 - tile.before);
   if (threadIdx.x == 0) choice.row.chosen = {begin + token.index, 0};

@@ -1,8 +1,8 @@
 // From logits to tokens, as decoding/sampling.py defines it; see cuda.py for the launchers.
 //
 // Every sum is one of integers, so that blocks may add in any order.
-#include "sample/draw.cuh"
 #include "sample/penalties.cuh"
+#include "sample/ranks.cuh"
 
 using namespace coldstream;
 
@@ -20,7 +20,9 @@ __global__ void __launch_bounds__(block_threads) sampler_scan(Sampling sampling)
   const int more_finite = change_logits(row, first, min(first + block_items, vocab));
   float values[items_per_thread];
   load_four(row.logits, begin, values);
-  add_to_argmax(argmax, values, begin, vocab, count_bad(values) + more_finite);
+  const int num_bad = count_bad(values) + more_finite;
+  row.mask_four(begin, values);
+  add_to_argmax(argmax, values, begin, vocab, num_bad);
   if (!is_last_block(&argmax.arrivals, gridDim.x)) return;
   if (threadIdx.x == 0) {
     const Best best = take_argmax(argmax);
@@ -34,48 +36,16 @@ __device__ __forceinline__ void scan_tiles(const RowChoice& choice) {
   const SampledRow& row = choice.row;
   const int vocab = row.logits.vocab;
   int num_bad = change_logits(row, choice.own.first * block_items, min(choice.own.end * block_items, vocab));
-  choice.for_each_tile([&](int tile, int begin, const float (&values)[items_per_thread]) {
-    uint64_t best = 0;
+  choice.for_each_whole_tile([&](int tile, int begin, const float (&logits)[items_per_thread]) {
+    float values[items_per_thread];
 #pragma unroll
-    for (int i = 0; i < items_per_thread; i++) {
-      const uint64_t key = ~order_key(values[i], begin + i);
-      if (begin + i < vocab && key > best) best = key;
-    }
+    for (int i = 0; i < items_per_thread; i++) values[i] = logits[i];
     num_bad += count_bad(values);
-    best = greatest_in_block(best);
-    if (threadIdx.x == 0) row.state.tile_keys[tile] = ~best;
-    __syncthreads();
+    row.mask_four(begin, values);
+    keep_first_of_tile(choice, tile, begin, values);
   });
   const uint32_t bad_in_warp = sum_of_lanes(uint32_t(num_bad));
   if (threadIdx.x % warp_size == 0 && bad_in_warp) atomicAdd(&row.state.argmax.num_bad, bad_in_warp);
-}
-
-// The row's first token by the order, and the key of its k-th tile by it, up to which at least k tokens come:
-// `never` where k is 0, or there are fewer tiles, or more than a block compares.
-__device__ __forceinline__ Best compare_tiles(const SampledRow& row, int k, uint64_t& key_of_k) {
-  __shared__ uint64_t found;
-  uint64_t* const keys = block_memory().keys;
-  const int num_tiles = Tiles::number_of(row.logits.vocab);
-  uint64_t best = 0;
-  if (threadIdx.x == 0) found = never;
-  for (int tile = threadIdx.x; tile < num_tiles; tile += block_threads) {
-    const uint64_t key = __ldcg(&row.state.tile_keys[tile]);
-    keys[tile] = key;
-    best = ~key > best ? ~key : best;
-  }
-  best = greatest_for_all(best);
-  if (0 < k && k <= num_tiles && num_tiles <= block_threads) {
-    if (int(threadIdx.x) < num_tiles) {
-      int rank = 0;
-      const uint64_t own = keys[threadIdx.x];
-      for (int tile = 0; tile < num_tiles; tile++) rank += keys[tile] < own;
-      if (rank == k - 1) found = own;
-    }
-    __syncthreads();
-  }
-  key_of_k = found;
-  __syncthreads();
-  return {~best, int(__ldcg(&row.state.argmax.num_bad))};
 }
 
 // Chooses a row's token with the other blocks of the row. Returns whether this block ends the choice.
@@ -85,7 +55,7 @@ __device__ __forceinline__ bool choose_token(RowChoice& choice) {
   const bool has_top_k = 0 < settings.top_k && settings.top_k < row.logits.vocab;
   const bool draws = settings.temperature != 0.0;
   scan_tiles(choice);
-  if (draws) choice.clear_histogram(0);
+  if (draws || row.ranked != nullptr) choice.clear_histogram(0);
   const bool is_last = choice.blocks.arrive();
   if (!draws && !is_last) return false;
   if (!is_last) choice.blocks.wait();
@@ -128,7 +98,8 @@ __device__ __forceinline__ bool choose_token(RowChoice& choice) {
 }
 
 // grid (blocks of a row, rows at once), all of which have a place on the device: the tokens of all rows, one
-// after another. The first meeting is behind the largest logit, the others behind histograms and the list.
+// after another. The first meeting is behind the largest logit, the others behind histograms and the list,
+// and behind the choice where the row is ranked.
 __global__ void __launch_bounds__(block_threads) sampler_choose(Sampling sampling) {
   wait_for_previous_grid();
   release_next_grid();
@@ -136,9 +107,19 @@ __global__ void __launch_bounds__(block_threads) sampler_choose(Sampling samplin
     const SampledRow row = sampling.row(index);
     RowBlocks blocks(row.state.blocks, gridDim.x);
     RowChoice choice{row, blocks, Tiles::of_block(row.logits.vocab)};
-    if (choose_token(choice)) restore_logits(row);
+    const bool has_chosen = choose_token(choice);
+    if (has_chosen) restore_logits(row);
+    if (row.ranked != nullptr) {
+      // A block that has not waited for the last meeting could arrive at this one before others at that.
+      if (!has_chosen) blocks.wait();
+      blocks.meet();
+      rank_tokens(row, blocks, choice.num_passes);
+    }
     if (!blocks.leave()) continue;
     row.state.argmax.num_bad = 0;
-    row.state.num_listed[0] = row.state.num_listed[1] = 0;
+    for (uint32_t& count : row.state.num_listed) count = 0;
+    row.state.total = 0;
+    row.state.num_before = 0;
+    if (blocks.take_failure()) row.chosen = {0, blocks_missed};
   }
 }

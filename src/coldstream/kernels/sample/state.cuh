@@ -20,7 +20,9 @@ struct Histogram {
 struct SamplerRow {
   ArgmaxRow argmax;  // of a launch that draws only the count
   RowCounts blocks;
-  uint32_t num_listed[2];  // tokens, by the first attempt and by the second
+  uint32_t num_listed[4];  // tokens of a list, by the first attempt and by the second; then by likelihood
+  uint64_t total;          // weight of all tokens at temperature 1
+  uint32_t num_before;     // tokens before the chosen one by the order
   Histogram histograms[num_histograms];
   uint64_t tile_keys[most_tiles];  // the least order key of each tile
   uint64_t numbers[block_items];   // order keys of listed tokens, or weights of tiles

@@ -73,9 +73,10 @@ struct RowChoice {
     return key <= kept.last_key && bin_of(key_logit(key), largest) <= kept.last_bin;
   }
 
-  // Four adjacent logits for each thread, of one tile after another; those of the next are on their way.
+  // Four adjacent logits for each thread, of one tile after another, those of tokens that may not follow too;
+  // those of the next tile are on their way.
   template <class Visit>
-  __device__ __forceinline__ void for_each_tile(Visit visit) const {
+  __device__ __forceinline__ void for_each_whole_tile(Visit visit) const {
     int begin = own.first * block_items + int(threadIdx.x) * items_per_thread;
     float next[items_per_thread];
     load_four(row.logits, begin, next);
@@ -87,6 +88,18 @@ struct RowChoice {
       if (tile + 1 < own.end) load_four(row.logits, begin + block_items, next);
       visit(tile, begin, values);
     }
+  }
+
+  // The same with −∞ for tokens that may not follow.
+  template <class Visit>
+  __device__ __forceinline__ void for_each_tile(Visit visit) const {
+    for_each_whole_tile([&](int tile, int begin, const float (&logits)[items_per_thread]) {
+      float values[items_per_thread];
+#pragma unroll
+      for (int i = 0; i < items_per_thread; i++) values[i] = logits[i];
+      row.mask_four(begin, values);
+      visit(tile, begin, values);
+    });
   }
 
   // The block's part of the histogram of a pass, before the meeting in front of that pass. It was that of
@@ -217,7 +230,7 @@ struct RowChoice {
       }
       above = shift;
       shift = max(0, shift - digit_bits);
-    } while (before + pending > list_capacity && pending > 1);
+    } while (before + pending > list_capacity && pending > 1 && !blocks.has_failed());
     if (above < key_bits) {
       const uint64_t last = prefix | ((uint64_t(1) << above) - 1);
       kept.last_key = last < kept.last_key ? last : kept.last_key;
@@ -227,6 +240,12 @@ struct RowChoice {
 
   // Lists the row's kept tokens, in any order; those beyond the list's capacity are counted alone.
   __device__ __noinline__ void list_tokens(const Kept& kept, uint32_t& num_listed) const {
+    list_and_visit(kept, num_listed, [](uint64_t, float) {});
+  }
+
+  // The same with a call of visit(key, logit) for each of the row's tokens.
+  template <class Visit>
+  __device__ __forceinline__ void list_and_visit(const Kept& kept, uint32_t& num_listed, Visit visit) const {
     __shared__ uint32_t num_found, place;
     uint64_t* const keys = block_memory().keys;
     if (threadIdx.x == 0) num_found = 0;
@@ -235,7 +254,9 @@ struct RowChoice {
 #pragma unroll
       for (int i = 0; i < items_per_thread; i++) {
         const uint64_t key = order_key(values[i], begin + i);
-        if (begin + i >= row.logits.vocab || !is_kept(kept, key)) continue;
+        if (begin + i >= row.logits.vocab) continue;
+        visit(key, values[i]);
+        if (!is_kept(kept, key)) continue;
         const uint32_t found = atomicAdd(&num_found, 1u);
         if (found < list_capacity) keys[found] = key;
       }

@@ -27,6 +27,7 @@ from coldstream.kvcache.sequence_cache import Demand, SequenceCache, WholeOrClea
 from coldstream.models.cuda.graphs import CapturedSteps
 from coldstream.models.cuda.inputs import StepShape
 from coldstream.models.cuda.loaded_model import Loaded
+from coldstream.models.cuda.logits import check_order
 
 NUM_AHEAD = ReadBack.NUM_COPIES  # fused steps whose results may wait for the host
 
@@ -132,6 +133,7 @@ class CudaFusedSteps:
 
     def launch(self, shape: FusedShape) -> None:
         """Queues a fused step. Raises DeviceError, OutOfMemoryError."""
+        check_order()
         self._begin()
         if (reader := self.loaded.ops.ngram_reader) is not None:
             reader.begin()

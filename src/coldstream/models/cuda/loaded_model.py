@@ -95,7 +95,7 @@ class Loaded:
         features = (
             Features.into(memory, limits.aux_layers, rows, spec.hidden_size) if limits.aux_layers else None
         )
-        sampler = Sampler(ops.zeros, limits.most_chosen, limits.context_length)
+        sampler = Sampler(ops.zeros, limits.most_chosen, limits.context_length, spec.vocab_size)
         mtp = fused = None
         if mtp_weights is not None:
             mtp = LoadedMtp.into(ops, mtp_weights, limits.cache_size, sizes[0], limits.kv_type, rows)

@@ -16,12 +16,14 @@ namespace {
 
 using namespace nb::literals;
 using Logits1d = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Words1d = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // A row and what becomes of it.
 struct Choice {
   TokenSettings settings;
   Logits1d logits;
   std::optional<Logits1d> changed;
+  std::optional<Words1d> allowed;
   std::optional<RankedTokens> ranked;
   ChosenToken chosen = {};
 };
@@ -40,10 +42,13 @@ std::unique_ptr<Choice> make_choice(Logits1d logits, std::optional<Logits1d> cha
                                     float presence_penalty, float frequency_penalty,
                                     std::vector<int32_t> recent, uint64_t seed, uint64_t position,
                                     std::vector<int32_t> biased, std::vector<float> biases,
-                                    std::optional<int64_t> logprobs) {
+                                    std::optional<Words1d> allowed, std::optional<int64_t> logprobs) {
   const auto vocab = int64_t(logits.shape(0));
   if (vocab < 1 || (changed && int64_t(changed->shape(0)) != vocab)) {
     throw std::invalid_argument("logits and changed must be of one vocabulary");
+  }
+  if (allowed && int64_t(allowed->shape(0)) != (vocab + mask_bits - 1) / mask_bits) {
+    throw std::invalid_argument("allowed must have a bit for each of " + std::to_string(vocab) + " tokens");
   }
   if (biased.size() != biases.size()) throw std::invalid_argument("each of biased has one of biases");
   check_ids(recent, vocab);
@@ -62,13 +67,15 @@ std::unique_ptr<Choice> make_choice(Logits1d logits, std::optional<Logits1d> cha
                     changed.has_value(),
                     std::move(recent),
                     std::move(biased),
-                    std::move(biases)};
+                    std::move(biases),
+                    allowed ? allowed->data() : nullptr};
   if (logprobs) {
     made->ranked.emplace();
     made->ranked->likeliest.resize(std::clamp<int64_t>(*logprobs, 0, vocab));
   }
   made->logits = std::move(logits);
   made->changed = std::move(changed);
+  made->allowed = std::move(allowed);
   return made;
 }
 
@@ -98,9 +105,11 @@ void bind_sampler(nb::module_& m) {
       .def(nb::new_(&make_choice), "logits"_a.noconvert(), "changed"_a.noconvert().none(), nb::kw_only(),
            "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "repetition_penalty"_a, "presence_penalty"_a,
            "frequency_penalty"_a, "recent"_a, "seed"_a, "position"_a, "biased"_a, "biases"_a,
-           "logprobs"_a.none(),
+           "allowed"_a.noconvert().none(), "logprobs"_a.none(),
            "logits, changed: float32 [vocab], contiguous, which it keeps; with `changed` the token is chosen "
-           "from these, which need not be finite. ValueError for tokens outside of the vocabulary.")
+           "from these, which need not be finite. allowed: uint32 [ceil(vocab / 32)], which it keeps, a bit "
+           "for each token that may be chosen; None: all may. ValueError for tokens outside of the "
+           "vocabulary.")
       .def_prop_ro("token", [](const Choice& each) { return each.chosen.token; })
       .def_prop_ro(
           "fault", [](const Choice& each) { return each.chosen.fault; },

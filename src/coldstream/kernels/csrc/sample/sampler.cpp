@@ -31,9 +31,20 @@ bool has_nan(const float* logits, int64_t vocab) {
   return count > 0;
 }
 
-// The logits after biases and penalties: those that are given, or a changed copy.
+void forbid_others(const uint32_t* allowed, float* logits, int64_t vocab) {
+  for (int64_t begin = 0; begin < vocab; begin += mask_bits) {
+    const uint32_t bits = allowed[begin / mask_bits];
+    if (bits == ~uint32_t{0}) continue;
+    const int64_t count = std::min(mask_bits, vocab - begin);
+    for (int64_t i = 0; i < count; i++) {
+      if ((bits >> i & 1) == 0) logits[begin + i] = -std::numeric_limits<float>::infinity();
+    }
+  }
+}
+
+// The logits after biases, penalties and masks: those that are given, or a changed copy.
 const float* changed_logits(const float* logits, int64_t vocab, const TokenSettings& settings, float* copy) {
-  if (settings.biased.empty() && settings.recent.empty()) return logits;
+  if (settings.biased.empty() && settings.recent.empty() && settings.allowed == nullptr) return logits;
   std::memcpy(copy, logits, vocab * sizeof(float));
   for (size_t i = 0; i < settings.biased.size(); i++) copy[settings.biased[i]] += settings.biases[i];
   const std::vector<int32_t>& recent = settings.recent;
@@ -44,6 +55,7 @@ const float* changed_logits(const float* logits, int64_t vocab, const TokenSetti
     const float seen = logit > 0.0f ? logit / repetition : logit * repetition;
     logit = seen - (float(next - i) * settings.frequency_penalty + settings.presence_penalty);
   }
+  if (settings.allowed != nullptr) forbid_others(settings.allowed, copy, vocab);
   return copy;
 }
 

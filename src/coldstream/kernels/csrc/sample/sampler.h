@@ -20,7 +20,10 @@ struct TokenSettings {
   std::vector<int32_t> recent;  // tokens that penalties apply to, ascending
   std::vector<int32_t> biased;  // tokens whose logits are changed before penalties
   std::vector<float> biases;    // what is added to each; −∞ forbids the token
+  const uint32_t* allowed;      // null, or a bit for each token: 0 forbids it
 };
+
+constexpr int64_t mask_bits = 32;  // of a word
 
 struct ChosenToken {
   int32_t token;
