@@ -26,15 +26,29 @@ struct Choosing {
   uint64_t scratch[scratch_numbers<experts_a_lane>];
 };
 
-// The same for all threads of a block.
+// At so many bytes of the block's dynamic shared memory. From places of that kind the compiler knows that it
+// is shared memory, which it does not of pointers that were stored.
+template <class T>
+__device__ __forceinline__ T* in_shared(int place) {
+  return reinterpret_cast<T*>(reinterpret_cast<uint8_t*>(dynamic_shared) + place);
+}
+
+// The same for all threads of a block: places in its dynamic shared memory.
 struct TokenPlaces {
-  uint32_t rings[max_rings];
-  uint8_t* rows;
-  const LayerWeights* layers;
-  const MatrixShape* shapes;
-  const BlockLists* lists;
-  const Step* steps;
-  const Piece* pieces;
+  int rings[max_rings];
+  int rows, layers, shapes, lists, steps, pieces;
+
+  __device__ __forceinline__ const LayerWeights& layer(int i) const {
+    return in_shared<LayerWeights>(layers)[i];
+  }
+  __device__ __forceinline__ const BlockLists& list(int kind) const {
+    return in_shared<BlockLists>(lists)[kind];
+  }
+  __device__ __forceinline__ const Step& step(int i) const { return in_shared<Step>(steps)[i]; }
+  __device__ __forceinline__ const Piece& piece(int i) const { return in_shared<Piece>(pieces)[i]; }
+  __device__ __forceinline__ const MatrixShape& shape(int i) const {
+    return in_shared<MatrixShape>(shapes)[i];
+  }
 };
 
 // ---- words that say by themselves that they are there
@@ -109,13 +123,13 @@ struct Producer {
 
   __device__ void run(int number) {
     for (int layer = 0; layer < p.num_layers && !watch.failed; layer++) {
-      const LayerWeights& weights = at.layers[layer];
-      const BlockLists& lists = at.lists[weights.kind];
+      const LayerWeights& weights = at.layer(layer);
+      const BlockLists& lists = at.list(weights.kind);
       watch.layer = layer;
       int id = 0;
       bool has_ids = false;
       for (int i = 0; i < lists.num_pieces[number]; i++) {
-        const Piece& piece = at.pieces[lists.first_piece[number] + i];
+        const Piece& piece = at.piece(lists.first_piece[number] + i);
         if (!by_words && !wait_counter<true>(p.counters, piece.wait, piece.target, watch)) break;
         if (piece.rank >= 0 && !has_ids) id = choose(), has_ids = true;
         if (!copy(piece, weights, id)) break;
@@ -127,12 +141,14 @@ struct Producer {
 
 // ---- consumers
 
-// The sum of a row of the unit that begins at `rows`; see LaneRow for whose row that is. A call, as its code
-// is long. codes: of the quantised inputs of `groups` groups; values: the same as floats.
+// The sum of a row of the unit at `rows_at`; see LaneRow for whose row that is. A call, as its code is long.
+// codes_at: the quantised inputs of `groups` groups; values_at: the same as floats.
 template <Types types>
-__device__ __noinline__ float unit_sum(const MatrixShape* shape, const uint8_t* rows, uint8_t* codes,
-                                       int groups, const float* values) {
-  const Inputs x = {shared_row(codes, groups), values, 0, 1, nullptr};
+__device__ __noinline__ float unit_sum(int shape_at, int rows_at, int codes_at, int groups, int values_at) {
+  const MatrixShape* const shape = in_shared<MatrixShape>(shape_at);
+  const uint8_t* const rows = in_shared<uint8_t>(rows_at);
+  const Inputs x = {shared_row(in_shared<uint8_t>(codes_at), groups), in_shared<float>(values_at), 0, 1,
+                    nullptr};
   float sum[1] = {0.0f};
 #pragma unroll 1
   for (int pass = 0; pass < shape->num_passes; pass++) {
@@ -164,7 +180,7 @@ struct Consumer {
   __device__ int warp() const { return threadIdx.x / warp_size; }
   __device__ int lane() const { return threadIdx.x % warp_size; }
   __device__ Place place(int ring) const { return ring == 0 ? first : ring == 1 ? second : third; }
-  __device__ const LayerWeights& weights() const { return at.layers[watch.layer]; }
+  __device__ const LayerWeights& weights() const { return at.layer(watch.layer); }
   __device__ bool is_own_turn() { return turn++ % consumer_warps == warp(); }
   // In the activations of the layer, or of the next one.
   __device__ float* place_of(int word, int behind = 0) const {
@@ -186,14 +202,14 @@ struct Consumer {
     if constexpr (has_stamps) stamps.sees = cycles();
   }
 
-  // A ring's stage, so many behind its next one, once its bytes are there.
-  __device__ const uint8_t* stage(int ring, int behind = 0) {
+  // The place of a ring's stage, so many behind its next one, once its bytes are there.
+  __device__ int stage(int ring, int behind = 0) {
     Place now = place(ring);
     for (int i = 0; i < behind; i++) now.advance(p.stages[ring]);
     const uint32_t before = has_stamps ? cycles() : 0;
     wait_phase(shared_address(barriers[ring].full[now.stage]), now.phase, watch);
     if constexpr (has_stamps) stamps.waited += cycles() - before;
-    return shared_at(at.rings[ring] + now.stage * p.stage_bytes[ring]);
+    return at.rings[ring] + now.stage * p.stage_bytes[ring];
   }
 
   __device__ void leave_stage(int ring) {
@@ -211,11 +227,11 @@ struct Consumer {
 
   // ---- inputs
 
-  __device__ float* raw() const { return reinterpret_cast<float*>(at.rows + p.rows.raw); }
-  __device__ float* normed() const { return reinterpret_cast<float*>(at.rows + p.rows.normed); }
-  __device__ float* outputs() const { return reinterpret_cast<float*>(at.rows + p.rows.outputs); }
-  __device__ uint8_t* codes() const { return at.rows + p.rows.codes; }
-  __device__ float* kept() const { return reinterpret_cast<float*>(at.rows + p.rows.kept); }
+  __device__ float* raw() const { return in_shared<float>(at.rows + p.rows.raw); }
+  __device__ float* normed() const { return in_shared<float>(at.rows + p.rows.normed); }
+  __device__ float* outputs() const { return in_shared<float>(at.rows + p.rows.outputs); }
+  __device__ uint8_t* codes() const { return in_shared<uint8_t>(at.rows + p.rows.codes); }
+  __device__ float* kept() const { return in_shared<float>(at.rows + p.rows.kept); }
 
   // The norm of a row, as floats and quantised.
   __device__ void load_norm_of(const Step& step) {
@@ -245,7 +261,7 @@ struct Consumer {
     }
   }
 
-  __device__ uint8_t* hidden_codes(int slot) const {
+  __device__ int hidden_codes(int slot) const {
     return at.rows + p.rows.hidden + slot * (p.ffn / group_elements * row_bytes_of_group);
   }
 
@@ -272,7 +288,8 @@ struct Consumer {
         const int slot = at_group * per_group >> 16, group = at_group - slot * groups;
         const float4 low = x[2 * i], high = x[2 * i + 1];
         const float y[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-        keep_group<group_elements>(shared_row(hidden_codes(slot), groups), group, quantize_group(y));
+        keep_group<group_elements>(shared_row(in_shared<uint8_t>(hidden_codes(slot)), groups), group,
+                                   quantize_group(y));
       }
     }
   }
@@ -327,19 +344,22 @@ struct Consumer {
     if (is_values ? lane() == 0 : own.writes) finish(first_row + (is_values ? 0 : own.row), sum);
   }
 
+  __device__ int place_of_shape(int shape) const { return at.shapes + shape * int(sizeof(MatrixShape)); }
+
   // Of a unit whose inputs are the step's row.
-  __device__ float unit_of_row(const Step& step, const MatrixShape& shape, const uint8_t* rows) const {
-    return unit_sum<types>(&shape, rows, codes(), step.groups, normed());
+  __device__ float unit_of_row(const Step& step, int shape, int rows) const {
+    return unit_sum<types>(place_of_shape(shape), rows, at.rows + p.rows.codes, step.groups,
+                           at.rows + p.rows.normed);
   }
 
   __device__ void run_products(const Step& step) {
     for (int i = 0; i < step.num_pieces; i++) {
-      const Piece& piece = at.pieces[step.first_piece + i];
-      const MatrixShape& shape = at.shapes[piece.shape];
-      const uint8_t* rows = stage(step.ring);
+      const Piece& piece = at.piece(step.first_piece + i);
+      const MatrixShape& shape = at.shape(piece.shape);
+      const int rows = stage(step.ring);
       for (int row = 0; row < piece.rows; row += shape.unit_rows) {
         if (!is_own_turn()) continue;
-        const float sum = unit_of_row(step, shape, rows + row * shape.stage_stride);
+        const float sum = unit_of_row(step, piece.shape, rows + row * shape.stage_stride);
         finish_unit(shape, piece.first_row + row, sum, [&](int r, float y) {
           put(place_of(step.out + r), step.op == op_add ? raw()[r] + y : y);
         });
@@ -351,16 +371,17 @@ struct Consumer {
   // Pieces of gate and up in turn, of the same rows.
   __device__ void run_gate_up(const Step& step) {
     for (int i = 0; i < step.num_pieces; i += 2) {
-      const Piece& piece = at.pieces[step.first_piece + i];
-      const MatrixShape& gate_shape = at.shapes[piece.shape];
-      const MatrixShape& up_shape = at.shapes[at.pieces[step.first_piece + i + 1].shape];
-      const uint8_t* const gates = stage(step.ring);
-      const uint8_t* const ups = stage(step.ring, 1);
+      const Piece& piece = at.piece(step.first_piece + i);
+      const MatrixShape& gate_shape = at.shape(piece.shape);
+      const Piece& up_piece = at.piece(step.first_piece + i + 1);
+      const MatrixShape& up_shape = at.shape(up_piece.shape);
+      const int gates = stage(step.ring);
+      const int ups = stage(step.ring, 1);
       float* const out = place_of(step.out + piece.slot * p.ffn);
       for (int row = 0; row < piece.rows; row += gate_shape.unit_rows) {
         if (!is_own_turn()) continue;
-        const float gate = unit_of_row(step, gate_shape, gates + row * gate_shape.stage_stride);
-        const float up = unit_of_row(step, up_shape, ups + row * up_shape.stage_stride);
+        const float gate = unit_of_row(step, piece.shape, gates + row * gate_shape.stage_stride);
+        const float up = unit_of_row(step, up_piece.shape, ups + row * up_shape.stage_stride);
         finish_unit(gate_shape, piece.first_row + row, up,
                     [&](int r, float y) { put(out + r, exact_swiglu(gate, y)); });
       }
@@ -429,15 +450,16 @@ struct Consumer {
   // The same rows of all experts, whose sum is added to the residual.
   __device__ void run_down(const Step& step) {
     for (int i = 0; i < step.num_pieces; i++) {
-      const Piece& piece = at.pieces[step.first_piece + i];
-      const MatrixShape& shape = at.shapes[piece.shape];
-      const uint8_t* rows = stage(step.ring);
+      const Piece& piece = at.piece(step.first_piece + i);
+      const MatrixShape& shape = at.shape(piece.shape);
+      const int rows = stage(step.ring);
       for (int part = 0; part < piece.copies; part++) {
         const int slot = piece.slot + part;
         for (int row = 0; row < piece.rows; row += shape.unit_rows) {
           if (!is_own_turn()) continue;
-          const float sum = unit_sum<types>(&shape, rows + part * piece.to_stride + row * shape.stage_stride,
-                                            hidden_codes(slot), p.ffn / group_elements, nullptr);
+          const float sum = unit_sum<types>(place_of_shape(piece.shape),
+                                            rows + part * piece.to_stride + row * shape.stage_stride,
+                                            hidden_codes(slot), p.ffn / group_elements, 0);
           finish_unit(shape, row, sum, [&](int r, float y) {
             if (r < piece.rows) outputs()[slot * max_down_rows + r] = y;
           });
@@ -468,9 +490,9 @@ struct Consumer {
   __device__ void run() {
     for (int layer = 0; layer < p.num_layers; layer++) {
       watch.layer = layer;
-      const BlockLists& lists = at.lists[weights().kind];
+      const BlockLists& lists = at.list(weights().kind);
       for (int i = 0; i < lists.num_steps; i++) {
-        const Step& step = at.steps[lists.first_step + i];
+        const Step& step = at.step(lists.first_step + i);
         if constexpr (has_stamps) stamps = {cycles()};
         if (!by_words) {
           if (threadIdx.x == 0) wait_counter<false>(p.counters, step.wait, step.target, watch);
@@ -497,31 +519,33 @@ struct Consumer {
 // Copies what is read in every layer to shared memory.
 __device__ TokenPlaces place_all(const TokenProgram& p) {
   TokenPlaces at;
-  uint32_t next = shared_address(dynamic_shared);
+  int next = 0;
   for (int ring = 0; ring < max_rings; ring++) {
     at.rings[ring] = next;
     next += p.stages[ring] * p.stage_bytes[ring];
   }
-  at.rows = shared_at(next);
-  int* to = reinterpret_cast<int*>(at.rows + p.rows.lists);
+  at.rows = next;
+  next += p.rows.lists;
   const BlockLists* lists = p.lists + blockIdx.x * p.num_kinds;
   const BlockLists& last = lists[p.num_kinds - 1];
   const int num_steps = last.first_step + last.num_steps - lists->first_step;
   const int first_piece = lists->first_piece[0];
   const int num_pieces = last.first_piece[max_rings - 1] + last.num_pieces[max_rings - 1] - first_piece;
-  const auto copy = [&to](const void* from, int bytes) {
-    int* const begin = to;
-    for (int i = threadIdx.x; i < bytes / 4; i += blockDim.x) begin[i] = static_cast<const int*>(from)[i];
-    to += bytes / 4;
+  const auto copy = [&next](const void* from, int bytes) {
+    const int begin = next;
+    for (int i = threadIdx.x; i < bytes / 4; i += blockDim.x)
+      in_shared<int>(begin)[i] = static_cast<const int*>(from)[i];
+    next += bytes;
     return begin;
   };
-  at.layers = reinterpret_cast<LayerWeights*>(copy(p.layers, p.num_layers * int(sizeof(LayerWeights))));
-  at.lists = reinterpret_cast<BlockLists*>(copy(lists, p.num_kinds * int(sizeof(BlockLists))));
-  at.shapes = reinterpret_cast<MatrixShape*>(copy(p.shapes, p.num_shapes * int(sizeof(MatrixShape))));
-  at.steps = reinterpret_cast<Step*>(copy(p.steps + lists->first_step, num_steps * int(sizeof(Step))));
-  at.pieces = reinterpret_cast<Piece*>(copy(p.pieces + first_piece, num_pieces * int(sizeof(Piece))));
-  at.steps -= lists->first_step;
-  at.pieces -= first_piece;
+  at.layers = copy(p.layers, p.num_layers * int(sizeof(LayerWeights)));
+  at.lists = copy(lists, p.num_kinds * int(sizeof(BlockLists)));
+  at.shapes = copy(p.shapes, p.num_shapes * int(sizeof(MatrixShape)));
+  at.steps = copy(p.steps + lists->first_step, num_steps * int(sizeof(Step)));
+  at.pieces = copy(p.pieces + first_piece, num_pieces * int(sizeof(Piece)));
+  // By the numbers that lists have.
+  at.steps -= lists->first_step * int(sizeof(Step));
+  at.pieces -= first_piece * int(sizeof(Piece));
   return at;
 }
 
@@ -552,6 +576,7 @@ __global__ void __launch_bounds__(((consumer_warps + max_rings) * warp_size), 1)
     return;
   }
   const int ring = warp - consumer_warps;
-  const FilledRing filled = {barriers[ring], at.rings[ring], p.stages[ring], p.stage_bytes[ring]};
+  const FilledRing filled = {barriers[ring], shared_address(dynamic_shared) + at.rings[ring], p.stages[ring],
+                             p.stage_bytes[ring]};
   Producer<by_words>{p, at, choosing, filled, watch}.run(ring);
 }
