@@ -39,21 +39,34 @@ struct Staged {
 };
 
 // Starts the copies of one pass of a unit. Chunks of 16 aligned bytes are copied that hold a byte of the
-// rows.
+// rows. Lanes go through the same instructions, of which the last ones copy where there are such chunks.
 __device__ __forceinline__ void stage(uint8_t* memory, const MatrixShape& shape, const uint8_t* data,
                                       int unit, int pass) {
+  constexpr int step = warp_size * 16, at_a_time = 4;
   const int first_row = unit * shape.unit_rows, rows = min(shape.unit_rows, shape.num_rows - first_row);
   const bool at_once = shape.is_copied_at_once();
   const int skipped = pass * shape.pass_bytes;
   const int bytes = at_once ? rows * shape.row_bytes : min(shape.pass_bytes, shape.row_bytes - skipped);
+  const int first = threadIdx.x % warp_size * 16;
   const uint8_t* from = data + int64_t(first_row) * shape.row_bytes + skipped;
+  uint8_t* to = memory + first;
+#pragma unroll 1
   for (int r = 0; r < (at_once ? 1 : rows); r++) {
     const int before = reinterpret_cast<uint64_t>(from) & 15;
-#pragma unroll 4
-    for (int i = threadIdx.x % warp_size * 16; i < bytes + before; i += warp_size * 16)
-      copy_async_16(memory + i, from - before + i);
+    const uint8_t* chunk = from - before + first;
+    uint8_t* place = to;
+    int left = bytes + before;
+#pragma unroll 1
+    for (; left >= at_a_time * step; left -= at_a_time * step) {
+#pragma unroll
+      for (int k = 0; k < at_a_time; k++) copy_async_16(place + k * step, chunk + k * step);
+      chunk += at_a_time * step, place += at_a_time * step;
+    }
+#pragma unroll
+    for (int k = 0; k < at_a_time; k++)
+      copy_if_below(left, first + k * step, shared_address(place) + k * step, chunk + k * step);
     from += shape.row_bytes;
-    memory += shape.stage_stride;
+    to += shape.stage_stride;
   }
 }
 
