@@ -196,7 +196,7 @@ def _launch(
     PROGRAM.kernel(instance_for(name, types, *unit)).launch(
         (blocks, num_pairs, 1),
         WARPS * 32,
-        (*args, stage_bytes, plan.stages),
+        (*args, blocks // num_pairs, stage_bytes, plan.stages),
         shared_bytes=plan.shared_bytes,
         overlap=True,
     )
@@ -238,6 +238,7 @@ def gate_up_of(weights: ExpertMatrices, *, is_lone: bool = False) -> GateUp:
         gate_bias=None if biases is None else biases.gate.data_ptr(),
         up_bias=None if biases is None else biases.up.data_ptr(),
         limit=weights.activation.limit,
+        num_experts=len(weights.gate.addresses),
     )
 
 

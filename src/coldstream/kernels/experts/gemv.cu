@@ -36,12 +36,41 @@ __device__ __forceinline__ const uint8_t* data_of(const ExpertMatrix& matrix, co
   return reinterpret_cast<const uint8_t*>(matrix.addresses[ids[pair.token * num_ranks + pair.rank]]);
 }
 
-// Units by teams of warps: team `team` of `num_teams` in the block.
-__device__ __forceinline__ Work share_units(const MatrixShape& shape, const uint8_t* data, int team,
-                                            int num_teams) {
+// Units of a matrix by teams of warps: team `team` of `num_teams` in the block; whose bytes are not known
+// yet. The first blocks of a pair may have a unit more than its last ones. Pairs begin `pair_step` blocks
+// apart, so that not all of these are on the same processors.
+__device__ __forceinline__ Work share_units(const MatrixShape& shape, int team, int num_teams,
+                                            int pair_step) {
   const int num_units = (shape.num_rows + shape.unit_rows - 1) / shape.unit_rows;
-  const int num_blocks = gridDim.x, block = blockIdx.x;
-  return {shape, data, data == nullptr ? 0 : num_units, team * num_blocks + block, num_blocks * num_teams};
+  const int num_blocks = gridDim.x, turned = blockIdx.x + pair_step * blockIdx.y;
+  const int block = turned < num_blocks ? turned : turned - num_blocks;
+  return {shape, nullptr, num_units, team * num_blocks + block, num_blocks * num_teams};
+}
+
+// The units of a matrix at `data`; of none if that is null.
+__device__ __forceinline__ Work work_at(const uint8_t* data, Work work) {
+  work.data = data;
+  if (data == nullptr) work.num_units = 0;
+  return work;
+}
+
+// Has the addresses of a pair's matrices near when its expert is known.
+__device__ __forceinline__ void bring_addresses_near(const GateUp& matrices) {
+  constexpr int per_line = 128 / sizeof(int64_t);
+  const int first = threadIdx.x * per_line;
+  if (blockIdx.x != 0 || first >= matrices.num_experts) return;
+  bring_near(matrices.matrix[0].addresses + first);
+  bring_near(matrices.matrix[1].addresses + first);
+}
+
+// Has the biases of the warp's first units near when these are multiplied: of gate by half of the lanes, of
+// up by the others.
+__device__ __forceinline__ void bring_biases_near(const GateUp& matrices, int expert, const Work& share) {
+  if (matrices.gate_bias == nullptr) return;
+  const int lane = threadIdx.x % warp_size, unit = share.first_unit + lane % 16 * share.unit_stride;
+  if (unit >= share.num_units) return;
+  const float* bias = lane < 16 ? matrices.gate_bias : matrices.up_bias;
+  bring_near(bias + int64_t(expert) * share.shape.num_rows + unit * share.shape.unit_rows);
 }
 
 // h = silu(gate x) · (up x), or another gated unit. Of two neighbouring warps one has the rows of a unit of
@@ -50,21 +79,27 @@ template <Types types, int unit = swiglu_unit>
 __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
     expert_gate_up(const __grid_constant__ GateUp matrices, const __grid_constant__ PairRows h,
                    const int* ids, int num_ranks, int pairs_per_token, const int8_t* q, const float* scales,
-                   const int16_t* sums, const float* x, int x_stride, int groups, int stage_bytes,
-                   int stages) {
+                   const int16_t* sums, const float* x, int x_stride, int groups, int pair_step,
+                   int stage_bytes, int stages) {
   uint32_t* const grids = reinterpret_cast<uint32_t*>(dynamic_shared);
   uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared) + grid_bytes<types, expert_grid_room>;
   __shared__ float gates[expert_warps / 2][2][expert_max_unit_rows];
   const Pair pair = this_pair(num_ranks, pairs_per_token);
   const int warp = threadIdx.x / warp_size, team = warp / 2;
   const bool is_up = warp % 2;
+  const MatrixShape shape = matrices.matrix[is_up].shape[pair.is_shared];
+  const Work share = share_units(shape, team, expert_warps / 2, pair_step);
+  bring_addresses_near(matrices);
   // The previous kernel writes the ids; only the shared expert does not depend on it.
   if (!pair.is_shared) wait_for_previous_grid();
   const uint8_t* gate = data_of(matrices.matrix[0], pair, ids, num_ranks);
   const uint8_t* up = data_of(matrices.matrix[1], pair, ids, num_ranks);
+  const int expert = unit == swiglu_unit || pair.is_shared ? -1 : ids[pair.token * num_ranks + pair.rank];
+  if constexpr (unit != swiglu_unit) {
+    if (is_up && expert >= 0) bring_biases_near(matrices, expert, share);
+  }
   const bool is_here = gate != nullptr && up != nullptr;
-  const MatrixShape shape = matrices.matrix[is_up].shape[pair.is_shared];
-  const Work work = share_units(shape, !is_here ? nullptr : is_up ? up : gate, team, expert_warps / 2);
+  const Work work = work_at(!is_here ? nullptr : is_up ? up : gate, share);
   const Ring ring = warp_ring(memory, stage_bytes, stages);
   const Cursor ahead = fill_ring(work, ring);
   if (work.num_units > 0) keep_grids<types, expert_grid_room>(grids);
@@ -92,7 +127,6 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
   }
   __syncthreads();
   float* out = row_of(h, pair, num_ranks, shape.num_rows);
-  const int expert = unit == swiglu_unit || pair.is_shared ? -1 : ids[pair.token * num_ranks + pair.rank];
   int turn = 0;
   multiply<types, 1, expert_grid_room>(work, ring, ahead, inputs, [&](int row, const float (&y)[1]) {
     float* kept = &gates[team][turn][row & (expert_max_unit_rows - 1)];
@@ -109,7 +143,7 @@ template <Types types>
 __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
     expert_down(const __grid_constant__ Down matrices, const __grid_constant__ PairRows h,
                 const __grid_constant__ PairRows out, const int* ids, int num_ranks, int pairs_per_token,
-                int stage_bytes, int stages) {
+                int pair_step, int stage_bytes, int stages) {
   uint32_t* const grids = reinterpret_cast<uint32_t*>(dynamic_shared);
   uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared) + grid_bytes<types, expert_grid_room>;
   release_next_grid();
@@ -120,7 +154,7 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
     const int64_t expert = ids[pair.token * num_ranks + pair.rank];
     bring_row_near(matrices.bias + expert * shape.num_rows, shape.num_rows);
   }
-  const Work work = share_units(shape, down, threadIdx.x / warp_size, expert_warps);
+  const Work work = work_at(down, share_units(shape, threadIdx.x / warp_size, expert_warps, pair_step));
   const Ring ring = warp_ring(memory, stage_bytes, stages);
   const Cursor ahead = fill_ring(work, ring);
   if (work.num_units > 0) keep_grids<types, expert_grid_room>(grids);

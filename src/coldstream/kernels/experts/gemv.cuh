@@ -29,6 +29,7 @@ struct GateUp {
   const float* gate_bias;  // of the routed experts, [experts, rows]; null: none
   const float* up_bias;    // likewise
   float limit;             // of a clamped unit
+  int num_experts;         // routed ones
 };
 
 struct Down {
