@@ -131,8 +131,7 @@ __device__ __forceinline__ void bring_near(const void* from) {
 
 // Prefetches the sector of a float into the first-level cache.
 __device__ __forceinline__ void bring_close(const float* from) {
-  float unused;
-  asm volatile("ld.global.ca.f32 %0, [%1];" : "=f"(unused) : "l"(from));
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global(from)));
 }
 
 // sum + unsigned bytes times signed ones.
