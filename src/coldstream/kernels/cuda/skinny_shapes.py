@@ -221,16 +221,22 @@ class RingPlan:
 
 
 def plan_ring(
-    limits: DeviceLimits, stage_bytes: int, other_bytes: int, max_blocks: int, *, least_bytes: int = 0
+    limits: DeviceLimits,
+    stage_bytes: int,
+    other_bytes: int,
+    max_blocks: int,
+    *,
+    least_bytes: int = 0,
+    most_stages: int = 2,
 ) -> RingPlan | None:
-    """Two stages if `max_blocks` such blocks fit a processor, otherwise the number for more blocks.
+    """The most stages with which `max_blocks` such blocks fit a processor, or the number for more blocks.
 
     stage_bytes: one stage of all rings of the block; other_bytes: everything else; least_bytes: of a block in
-    any case. None if no block fits.
+    any case; most_stages: 2, or more where warps have so many passes. None if no block fits.
     """
     plans = [
         _plan_stages(limits, stages, max(stages * stage_bytes + other_bytes, least_bytes), max_blocks)
-        for stages in (2, 1)
+        for stages in range(most_stages, 0, -1)
     ]
     return max(
         (plan for plan in plans if plan is not None),

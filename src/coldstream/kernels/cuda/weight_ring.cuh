@@ -90,7 +90,8 @@ struct Ring {
   __device__ __forceinline__ void wait() const {
     if (stages == 1) wait_for_copies<0>();
     if (stages == 2) wait_for_copies<1>();
-    if (stages >= 3) wait_for_copies<2>();
+    if (stages == 3) wait_for_copies<2>();
+    if (stages >= 4) wait_for_copies<3>();
     __syncwarp();
   }
   // For the thread's copies that began before those of a ring that has just been filled.

@@ -37,6 +37,7 @@ MAX_WHOLE_COLS = 8192
 MIN_PARTED_WEIGHT_ROWS = 4096  # with fewer, units of a whole part are too few blocks
 # Two sets of warps gain more by unpacking these than by parts of the columns.
 LONG_PASS_COLS = 1024  # of one row in blocks of 32 that has no whole rows in a pass, so that a ring has two
+MOST_STAGES = 4
 QUICK_TYPES = frozenset({QuantType.Q4_K, QuantType.Q5_K})
 # Beyond so many rows GEMM is faster with a matrix that has enough rows and columns for it.
 MAX_LARGE_ROWS, MIN_LARGE_SIDE = 32, 4096
@@ -232,7 +233,10 @@ def _layout(limits: DeviceLimits, weights: Sequence[Weight], part_rows: int, wal
                 return wide
         stage_bytes = max(stage_bytes, value_bytes)
         others = grid_bytes(types, GRID_ROOM) + row_bytes + SLACK_BYTES
-        plan = plan_ring(limits, WARPS * stage_bytes, others, most)
+        # A warp with one unit of blocks of 32 has all its passes under way before the launch in front ends.
+        are_blocks = is_small and BLOCK_TYPES.issuperset(types)
+        stages = max(2, min(MOST_STAGES, int(shapes[0].num_passes))) if are_blocks else 2
+        plan = plan_ring(limits, WARPS * stage_bytes, others, most, most_stages=stages)
         if plan is None:
             return None
         return Layout(walk, shapes, tiles, part_rows, plan, (stage_bytes, plan.stages))
