@@ -18,11 +18,13 @@ MAX_TOKENS = 8  # in the single launch
 MAX_CHOSEN = MAX_RANKS
 EXPERTS_PER_LANE = (1, 4, 8, 16, 32)
 WARP_SIZE = 32
+MAX_EXPERTS = EXPERTS_PER_LANE[-1] * WARP_SIZE
 THREADS = 512
 NUM_WARPS = THREADS // WARP_SIZE
 MAX_WEIGHT_ROWS_PER_BLOCK = (
     8  # of the weight: fewer blocks meet sooner, and their weights are asked for early
 )
+LEAST_BLOCKS = 16  # as far as there are rows: smaller blocks find room beside those of the launch in front
 CHOOSE_THREADS = 256
 TOKENS_PER_BLOCK = CHOOSE_THREADS // WARP_SIZE  # for the choice alone
 ROW_PADDING = 16  # floats after each row of the weight
@@ -236,8 +238,10 @@ def router_gemv_cuda(
     aligned = _is_aligned(x, weight, shared_weight, None if beside is None else beside.weight)
     if norm is not None and not aligned:
         raise ValueError("a router with a norm before it needs weights that are aligned to 16 bytes")
-    shares, shared_bytes = _share_out(num_tokens, cols if norm is None else padded_cols(cols))
     num_routers = 1 if beside is None else 2
+    shares, shared_bytes = _share_out(
+        num_tokens, cols if norm is None else padded_cols(cols), num_routers * num_experts + 1
+    )
     scratch_bytes = _scratch_bytes(num_routers * num_tokens, per_lane)
     rest = _name_of(rule, is_alone=sharing is None and beside is None)
     instance = f"router_gemv<{str(aligned).lower()}, {per_lane}, {str(norm is not None).lower()}{rest}>"
@@ -325,8 +329,8 @@ def _experts_per_lane(num_experts: int, topk_ids: DeviceArray, topk_weights: Dev
     return fitting[0]
 
 
-def _share_out(num_tokens: int, cols: int) -> tuple[_Shares, int]:
-    """The share of a block, and its shared memory in bytes."""
+def _share_out(num_tokens: int, cols: int, num_rows: int = MAX_EXPERTS) -> tuple[_Shares, int]:
+    """The share of a block, and its shared memory in bytes. num_rows: of all weights."""
     available = min(MOST_SHARED_BYTES, shared_per_block(MOST_SHARED_BYTES + STATIC_BYTES) - STATIC_BYTES)
     whole = -(-cols // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
 
@@ -335,7 +339,8 @@ def _share_out(num_tokens: int, cols: int) -> tuple[_Shares, int]:
         return min(most // COLUMN_MULTIPLE * COLUMN_MULTIPLE, whole)
 
     # A warp takes one token and two rows. Fewer rows that stay whole load all their weights early.
-    most_rows = min(MAX_WEIGHT_ROWS_PER_BLOCK, NUM_WARPS // num_tokens * 2)
+    few = max(2, num_rows // LEAST_BLOCKS // 2 * 2)
+    most_rows = min(MAX_WEIGHT_ROWS_PER_BLOCK, NUM_WARPS // num_tokens * 2, few)
     weight_rows = next((rows for rows in range(most_rows, 0, -2) if columns(rows) == whole), most_rows)
     chunk = columns(weight_rows)
     return _Shares(num_tokens=num_tokens, num_rows=weight_rows, chunk=chunk), 4 * (
