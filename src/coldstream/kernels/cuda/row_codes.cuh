@@ -71,20 +71,52 @@ __device__ __forceinline__ void store_sums(uint8_t* pair_sums, float* scales, in
   scales[group] = scale;
 }
 
-// Copies a row of quantised activations into shared memory by the whole block. A thread starts all loads
-// before it waits for the first.
+// A row of quantised activations in global memory, and what a thread has asked for of it: its first chunks
+// and the sums of a group. Loads that begin before the copies of a ring do not come behind them.
+class CodesAhead {
+ public:
+  CodesAhead() = default;
+  __device__ __forceinline__ CodesAhead(const int8_t* q, const float* scales, const int16_t* sums, int groups)
+      : codes(reinterpret_cast<const uint4*>(q)), scales(scales), sums(reinterpret_cast<const uint4*>(sums)) {
+    const int count = groups * 16, group = min(int(threadIdx.x), groups - 1);
+#pragma unroll
+    for (int i = 0; i < depth; i++) chunks[i] = codes[min(int(threadIdx.x + i * blockDim.x), count - 1)];
+    a = this->sums[2 * group], b = this->sums[2 * group + 1];
+    scale = scales[group];
+  }
+
+  // Copies the row into shared memory by the whole block.
+  __device__ __forceinline__ void keep(const SharedRow& x) const {
+    const int count = x.groups * 16, stride = blockDim.x;
+    int k = threadIdx.x;
+    if (k < x.groups) store_sums(x.sums, x.scales, k, a, b, scale);
+#pragma unroll
+    for (int i = 0; i < depth; i++, k += stride)
+      if (k < count) store(x, k, chunks[i]);
+#pragma unroll 1
+    for (; k < count; k += stride) store(x, k, codes[k]);
+#pragma unroll 1
+    for (int group = threadIdx.x + stride; group < x.groups; group += stride)
+      store_sums(x.sums, x.scales, group, sums[2 * group], sums[2 * group + 1], scales[group]);
+  }
+
+ private:
+  static constexpr int depth = 2;
+
+  __device__ static __forceinline__ void store(const SharedRow& x, int k, uint4 chunk) {
+    *reinterpret_cast<uint4*>(x.codes + swizzled(k) * 16) = chunk;
+  }
+
+  const uint4* codes;
+  const float* scales;
+  const uint4* sums;
+  uint4 chunks[depth], a, b;
+  float scale;
+};
+
 __device__ __forceinline__ void copy_row(const SharedRow& x, const int8_t* q, const float* scales,
                                          const int16_t* sums) {
-  const int count = x.groups * 16;
-  for (int k = threadIdx.x; k < count; k += blockDim.x) {
-    const int group = min(k, x.groups - 1);
-    const uint4 chunk = reinterpret_cast<const uint4*>(q)[k];
-    const uint4 a = reinterpret_cast<const uint4*>(sums)[2 * group];
-    const uint4 b = reinterpret_cast<const uint4*>(sums)[2 * group + 1];
-    const float scale = scales[group];
-    *reinterpret_cast<uint4*>(x.codes + swizzled(k) * 16) = chunk;
-    if (k < x.groups) store_sums(x.sums, x.scales, k, a, b, scale);
-  }
+  CodesAhead(q, scales, sums, x.groups).keep(x);
 }
 
 // Keeps group `group` of a row, quantised by the whole warp.
@@ -135,28 +167,55 @@ __device__ __forceinline__ void keep_lone_group(const LoneRowOf<types>& x, int g
   if (lane % 4 == 0) x.scales()[group * scales_in_group + lane / 4] = scale;
 }
 
-// Calls keep(group, share) for all groups of a row of floats, aligned to 16 bytes, by the warps of the block.
-template <int scale_elements, typename Keep>
-__device__ __forceinline__ void quantize_groups(const float* values, int groups, int cols, Keep&& keep) {
-  for (int group = threadIdx.x / warp_size; group < groups; group += blockDim.x / warp_size) {
-    float share_of[8];
-    load_share(values + group * group_elements, cols - group * group_elements, share_of);
-    keep(group, quantize_group<scale_elements>(share_of));
+// A row of floats, aligned to 16 bytes, and the inputs of the warp's next groups of it, which have been asked
+// for. The warps of a block take one group after the other.
+class GroupsAhead {
+ public:
+  GroupsAhead() = default;
+  __device__ __forceinline__ GroupsAhead(const float* values, int groups, int cols)
+      : values(values), groups(groups), cols(cols) {
+#pragma unroll
+    for (int i = 0; i < depth; i++) ask(i, threadIdx.x / warp_size + i * num_warps());
   }
-}
+
+  // Calls keep(group, share) for all groups.
+  template <int scale_elements, typename Keep>
+  __device__ __forceinline__ void quantize(Keep&& keep) {
+#pragma unroll 1
+    for (int group = threadIdx.x / warp_size; group < groups; group += num_warps()) {
+      keep(group, quantize_group<scale_elements>(next[0]));
+#pragma unroll
+      for (int i = 0; i + 1 < depth; i++)
+#pragma unroll
+        for (int k = 0; k < 8; k++) next[i][k] = next[i + 1][k];
+      ask(depth - 1, group + depth * num_warps());
+    }
+  }
+
+ private:
+  static constexpr int depth = 3;
+
+  __device__ static __forceinline__ int num_warps() { return blockDim.x / warp_size; }
+  __device__ __forceinline__ void ask(int i, int group) {
+    if (group < groups) load_share(values + group * group_elements, cols - group * group_elements, next[i]);
+  }
+
+  const float* values;
+  int groups, cols;
+  float next[depth][8];
+};
 
 // Quantises one row into shared memory by the whole block.
 __device__ __forceinline__ void quantize_into(const SharedRow& x, const float* values, int cols) {
-  quantize_groups<group_elements>(values, x.groups, cols, [&](int group, const GroupShare& share) {
+  GroupsAhead(values, x.groups, cols).quantize<group_elements>([&](int group, const GroupShare& share) {
     keep_group<group_elements>(x, group, share);
   });
 }
 
 template <Types types>
-__device__ __forceinline__ void quantize_lone_into(const LoneRowOf<types>& x, const float* values, int cols) {
-  quantize_groups<block_elements>(values, x.groups, cols, [&](int group, const GroupShare& share) {
-    keep_lone_group<types>(x, group, share);
-  });
+__device__ __forceinline__ void quantize_lone_into(const LoneRowOf<types>& x, GroupsAhead ahead) {
+  ahead.quantize<block_elements>(
+      [&](int group, const GroupShare& share) { keep_lone_group<types>(x, group, share); });
 }
 
 }  // namespace coldstream

@@ -73,6 +73,48 @@ __device__ __forceinline__ void bring_biases_near(const GateUp& matrices, int ex
   bring_near(bias + int64_t(expert) * share.shape.num_rows + unit * share.shape.unit_rows);
 }
 
+// A token's row for gate and up, which may need different forms of it. A block asks for the row before it
+// asks for its experts' weights, as loads behind those end behind them. Of types that need both forms it only
+// asks for the codes so early.
+template <Types types>
+class TokenRow {
+ public:
+  // `type`, `other_type`: of the warp's matrix, and of the other one.
+  __device__ __forceinline__ TokenRow(int type, int other_type)
+      : is_block(is_block_type<types>(type)),
+        needs_values(is_block || is_block_type<types>(other_type)),
+        needs_codes(!is_block || !is_block_type<types>(other_type)) {}
+
+  __device__ __forceinline__ void ask(const int8_t* q, const float* scales, const int16_t* sums,
+                                      const float* values, int groups, int cols) {
+    if constexpr (has_super) {
+      if (needs_codes) codes = CodesAhead(q, scales, sums, groups);
+    } else if constexpr (has_blocks) {
+      ahead = GroupsAhead(values, groups, cols);
+    }
+  }
+
+  // Brings the row into shared memory: codes for super-blocks to `row`, those for blocks of 32 to `behind`,
+  // where `row` then has its codes if the warp's matrix needs these.
+  __device__ __forceinline__ void keep(SharedRow& row, uint8_t* behind, const float* values, int cols) {
+    if constexpr (has_super) {
+      if (needs_codes) codes.keep(row);
+    }
+    if constexpr (has_blocks) {
+      if (has_super && needs_values) ahead = GroupsAhead(values, row.groups, cols);
+      if (needs_values) quantize_lone_into<types>({behind, row.groups}, ahead);
+      if (is_block) row.codes = behind;
+    }
+  }
+
+ private:
+  static constexpr bool has_blocks = types & block_types, has_super = types & ~block_types & ~float_types;
+
+  const bool is_block, needs_values, needs_codes;
+  CodesAhead codes;
+  GroupsAhead ahead;
+};
+
 // h = silu(gate x) · (up x), or another gated unit. Of two neighbouring warps one has the rows of a unit of
 // gate, the other those of up.
 template <Types types, int unit = swiglu_unit>
@@ -90,8 +132,19 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
   const MatrixShape shape = matrices.matrix[is_up].shape[pair.is_shared];
   const Work share = share_units(shape, team, expert_warps / 2, pair_step);
   bring_addresses_near(matrices);
-  // The previous kernel writes the ids; only the shared expert does not depend on it.
-  if (!pair.is_shared) wait_for_previous_grid();
+  const float* values = x + int64_t(pair.token) * x_stride;
+  TokenRow<types> row(shape.type, matrices.matrix[!is_up].shape[pair.is_shared].type);
+  const auto ask_for_row = [&] {
+    if (is_float<types>(shape.type)) return;
+    const int64_t first = int64_t(pair.token) * groups;
+    row.ask(q + first * group_elements, scales + first, sums + first * (group_elements / sum_elements),
+            values, groups, shape.num_cols);
+  };
+  // The previous kernel writes the ids and the row; only the shared expert's weights do not depend on it.
+  if (!pair.is_shared) {
+    wait_for_previous_grid();
+    ask_for_row();
+  }
   const uint8_t* gate = data_of(matrices.matrix[0], pair, ids, num_ranks);
   const uint8_t* up = data_of(matrices.matrix[1], pair, ids, num_ranks);
   const int expert = unit == swiglu_unit || pair.is_shared ? -1 : ids[pair.token * num_ranks + pair.rank];
@@ -103,28 +156,20 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
   const Ring ring = warp_ring(memory, stage_bytes, stages);
   const Cursor ahead = fill_ring(work, ring);
   if (work.num_units > 0) keep_grids<types, expert_grid_room>(grids);
-  if (pair.is_shared) wait_for_previous_grid();
+  if (pair.is_shared) {
+    wait_for_previous_grid();
+    ask_for_row();
+  }
   // Not earlier: `expert_down` relies on the ids as soon as it runs.
   release_next_grid();
 
   // Gate and up may need different forms of the row.
   uint8_t* const behind = behind_rings(memory, stage_bytes, stages);
-  Inputs inputs = {shared_row(behind + lone_row_bytes<types> * groups, groups),
-                   x + int64_t(pair.token) * x_stride, 0, 1, grids};
-  if (is_here && is_float<types>(shape.type)) {
-    warm_values(inputs.values, 0, 1, shape.num_cols);
-  } else if (is_here) {
-    const int64_t token = pair.token;
-    const bool is_block = is_block_type<types>(shape.type);
-    const bool is_other_block = is_block_type<types>(matrices.matrix[!is_up].shape[pair.is_shared].type);
-    if (!is_block || !is_other_block)
-      copy_row(inputs.quantized, q + token * groups * group_elements, scales + token * groups,
-               sums + token * groups * (group_elements / sum_elements));
-    if (is_block || is_other_block) {
-      quantize_lone_into<types>({behind, groups}, inputs.values, shape.num_cols);
-      if (is_block) inputs.quantized.codes = behind;
-    }
-  }
+  Inputs inputs = {shared_row(behind + lone_row_bytes<types> * groups, groups), values, 0, 1, grids};
+  if (is_here && is_float<types>(shape.type))
+    warm_values(values, 0, 1, shape.num_cols);
+  else if (is_here)
+    row.keep(inputs.quantized, behind, values, shape.num_cols);
   __syncthreads();
   float* out = row_of(h, pair, num_ranks, shape.num_rows);
   int turn = 0;
@@ -165,7 +210,7 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
   Inputs inputs = {shared_row(behind_rings(memory, stage_bytes, stages), groups), values, 0, 1, grids};
   if (work.num_units > 0 && !is_float<types>(shape.type)) {
     if (is_block_type<types>(shape.type))
-      quantize_lone_into<types>({inputs.quantized.codes, groups}, values, cols);
+      quantize_lone_into<types>({inputs.quantized.codes, groups}, GroupsAhead(values, groups, cols));
     else
       quantize_into(inputs.quantized, values, cols);
   }

@@ -98,7 +98,7 @@ __device__ __forceinline__ void multiply_by_warps(const LinearMatrix& matrix, co
   if (is_float<types>(type)) {
     warm_values(x.values, x.stride, x.num_rows, cols);
   } else if (is_block) {
-    quantize_lone_into<types>({behind, x.groups}, x.values, cols);
+    quantize_lone_into<types>({behind, x.groups}, GroupsAhead(x.values, x.groups, cols));
   } else {
     copy_row(inputs.quantized, x.q, x.scales, x.sums);
   }
