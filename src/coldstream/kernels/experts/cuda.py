@@ -8,7 +8,7 @@ from pathlib import Path
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.arithmetic.quantised import GROUP_SIZE, QuantActivations
 from coldstream.kernels.cuda.array import DeviceArray, check_array
-from coldstream.kernels.cuda.limits import device_limits
+from coldstream.kernels.cuda.limits import DeviceLimits, device_limits
 from coldstream.kernels.cuda.program import Argument, CudaProgram
 from coldstream.kernels.cuda.skinny_shapes import (
     GROUP_TYPES,
@@ -16,7 +16,9 @@ from coldstream.kernels.cuda.skinny_shapes import (
     MAX_PAIR_ROWS,
     SKINNY_TYPES,
     SLACK_BYTES,
+    WARP_SIZE,
     MatrixShape,
+    RingPlan,
     grid_bytes,
     instance_for,
     lone_pass_cols,
@@ -34,6 +36,9 @@ from coldstream.kernels.quant_tensor import QuantTensor
 
 WARPS = 4
 BLOCKS_PER_PROCESSOR = 4
+# Of blocks that are a processor's only ones: every block quantises the row for blocks of 32.
+MANY_WARPS, BLOCKS_OF_MANY, MOST_ROWS_OF_MANY = 8, 2, 16
+LEAST_SHARE = 0.95  # of the processors that such blocks keep busy
 GRID_ROOM = 16 << 10  # bytes for the copies of a grid, as in gemv.cuh
 GATE_UP, DOWN = "coldstream::expert_gate_up", "coldstream::expert_down"
 PROGRAM = CudaProgram(
@@ -155,7 +160,7 @@ def launch_gate_up(
         groups,
     ]
     row_bytes = groups * row_group_bytes((shape.type for shape in shapes), at_once=True, is_lone=True)
-    _launch(GATE_UP, WARPS // 2, shapes, row_bytes, topk_ids, pairs, args, weights.unit)
+    _launch(GATE_UP, 2, shapes, row_bytes, topk_ids, pairs, args, weights.unit or (0,))
 
 
 def launch_down(weights: ExpertMatrices, topk_ids: DeviceArray, hidden: PairRows, outs: PairRows) -> None:
@@ -169,12 +174,12 @@ def launch_down(weights: ExpertMatrices, topk_ids: DeviceArray, hidden: PairRows
     row_bytes = groups * row_group_bytes(
         (shape.type for shape in down.down.shape), at_once=False, is_lone=True
     )
-    _launch(DOWN, WARPS, list(down.down.shape), row_bytes, topk_ids, pairs, args)
+    _launch(DOWN, 1, list(down.down.shape), row_bytes, topk_ids, pairs, args)
 
 
 def _launch(
     name: str,
-    teams: int,
+    team_warps: int,
     shapes: Sequence[MatrixShape],
     row_bytes: int,
     topk_ids: DeviceArray,
@@ -182,24 +187,42 @@ def _launch(
     args: Sequence[Argument],
     unit: tuple[int, ...] = (),
 ) -> None:
-    limits = device_limits()
-    stage_bytes = max(shape.stage_bytes for shape in shapes)
     types = {int(shape.type) for shape in shapes}
-    others = grid_bytes(types, GRID_ROOM) + row_bytes + SLACK_BYTES
-    plan = plan_ring(limits, WARPS * stage_bytes, others, BLOCKS_PER_PROCESSOR)
-    if plan is None:
-        raise ValueError(f"activations of {row_bytes} bytes a row do not fit a block's shared memory")
     num_pairs = topk_ids.shape[0] * pairs_per_token
-    # One unit per team of warps while the blocks fit the device together, then more.
-    most = -(-max(shape.num_units for shape in shapes) // teams)
-    blocks = min(most, -(-limits.num_processors * plan.blocks_per_processor // num_pairs))
-    PROGRAM.kernel(instance_for(name, types, *unit)).launch(
+    warps, blocks, stage_bytes, plan = _share_out(device_limits(), shapes, row_bytes, num_pairs, team_warps)
+    numbers = (*unit, warps) if warps != WARPS else unit if any(unit) else ()
+    PROGRAM.kernel(instance_for(name, types, *numbers)).launch(
         (blocks, num_pairs, 1),
-        WARPS * 32,
+        warps * WARP_SIZE,
         (*args, blocks // num_pairs, stage_bytes, plan.stages),
         shared_bytes=plan.shared_bytes,
         overlap=True,
     )
+
+
+def _share_out(
+    limits: DeviceLimits, shapes: Sequence[MatrixShape], row_bytes: int, num_pairs: int, team_warps: int
+) -> tuple[int, int, int, RingPlan]:
+    """Warps of a block, blocks of a pair, bytes of a stage, and a block's shared memory."""
+    stage_bytes = max(shape.stage_bytes for shape in shapes)
+    others = grid_bytes((shape.type for shape in shapes), GRID_ROOM) + row_bytes + SLACK_BYTES
+    num_units = max(shape.num_units for shape in shapes)
+    many = limits.num_processors * BLOCKS_OF_MANY // num_pairs
+    if (
+        all(shape.type in BLOCK_TYPES and shape.unit_rows <= MOST_ROWS_OF_MANY for shape in shapes)
+        and many * num_pairs >= LEAST_SHARE * BLOCKS_OF_MANY * limits.num_processors
+        and num_units >= many * (MANY_WARPS // team_warps)
+    ):
+        plan = plan_ring(limits, MANY_WARPS * stage_bytes, others, BLOCKS_OF_MANY)
+        if plan is not None and plan.stages > 1 and plan.blocks_per_processor == BLOCKS_OF_MANY:
+            return MANY_WARPS, many, stage_bytes, plan
+    plan = plan_ring(limits, WARPS * stage_bytes, others, BLOCKS_PER_PROCESSOR)
+    if plan is None:
+        raise ValueError(f"activations of {row_bytes} bytes a row do not fit a block's shared memory")
+    # One unit per team of warps while the blocks fit the device together, then more.
+    most = -(-num_units // (WARPS // team_warps))
+    blocks = min(most, -(-limits.num_processors * plan.blocks_per_processor // num_pairs))
+    return WARPS, blocks, stage_bytes, plan
 
 
 def matrix_of(

@@ -9,10 +9,10 @@ namespace coldstream {
 
 // Blocks on a processor at once, which limit the registers of a thread. A launch reads one or two types; code
 // for more than three needs more registers, and would spill.
-constexpr int expert_blocks(Types types) {
+constexpr int expert_blocks(Types types, int warps) {
   int num_types = 0;
   for (; types != 0; types &= types - 1) num_types++;
-  return num_types > 3 ? 4 : 6;
+  return (num_types > 3 ? 4 : 6) * expert_warps / warps;
 }
 
 struct Pair {
@@ -117,20 +117,21 @@ class TokenRow {
 
 // h = silu(gate x) · (up x), or another gated unit. Of two neighbouring warps one has the rows of a unit of
 // gate, the other those of up.
-template <Types types, int unit = swiglu_unit>
-__global__ void __launch_bounds__(expert_threads, expert_blocks(types))
+template <Types types, int unit = swiglu_unit, int warps = expert_warps>
+__global__ void __launch_bounds__(warps* warp_size, expert_blocks(types, warps))
     expert_gate_up(const __grid_constant__ GateUp matrices, const __grid_constant__ PairRows h,
                    const int* ids, int num_ranks, int pairs_per_token, const int8_t* q, const float* scales,
                    const int16_t* sums, const float* x, int x_stride, int groups, int pair_step,
                    int stage_bytes, int stages) {
   uint32_t* const grids = reinterpret_cast<uint32_t*>(dynamic_shared);
   uint8_t* const memory = reinterpret_cast<uint8_t*>(dynamic_shared) + grid_bytes<types, expert_grid_room>;
-  __shared__ float gates[expert_warps / 2][2][expert_max_unit_rows];
+  constexpr int most_rows = expert_max_unit_rows * expert_warps / warps;  // of a unit
+  __shared__ float gates[warps / 2][2][most_rows];
   const Pair pair = this_pair(num_ranks, pairs_per_token);
   const int warp = threadIdx.x / warp_size, team = warp / 2;
   const bool is_up = warp % 2;
   const MatrixShape shape = matrices.matrix[is_up].shape[pair.is_shared];
-  const Work share = share_units(shape, team, expert_warps / 2, pair_step);
+  const Work share = share_units(shape, team, warps / 2, pair_step);
   bring_addresses_near(matrices);
   const float* values = x + int64_t(pair.token) * x_stride;
   TokenRow<types> row(shape.type, matrices.matrix[!is_up].shape[pair.is_shared].type);
@@ -164,7 +165,7 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
   release_next_grid();
 
   // Gate and up may need different forms of the row.
-  uint8_t* const behind = behind_rings(memory, stage_bytes, stages);
+  uint8_t* const behind = behind_rings<warps>(memory, stage_bytes, stages);
   Inputs inputs = {shared_row(behind + lone_row_bytes<types> * groups, groups), values, 0, 1, grids};
   if (is_here && is_float<types>(shape.type))
     warm_values(values, 0, 1, shape.num_cols);
@@ -174,7 +175,7 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
   float* out = row_of(h, pair, num_ranks, shape.num_rows);
   int turn = 0;
   multiply<types, 1, expert_grid_room>(work, ring, ahead, inputs, [&](int row, const float (&y)[1]) {
-    float* kept = &gates[team][turn][row & (expert_max_unit_rows - 1)];
+    float* kept = &gates[team][turn][row & (most_rows - 1)];
     const bool exists = row < shape.num_rows;
     if (!is_up && exists) *kept = y[0];
     sync_pair(team);
@@ -184,8 +185,8 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
 }
 
 // The down projection of every h, which is quantised on the way. Launched right behind `expert_gate_up`.
-template <Types types>
-__global__ void __launch_bounds__(expert_threads, expert_blocks(types))
+template <Types types, int warps = expert_warps>
+__global__ void __launch_bounds__(warps* warp_size, expert_blocks(types, warps))
     expert_down(const __grid_constant__ Down matrices, const __grid_constant__ PairRows h,
                 const __grid_constant__ PairRows out, const int* ids, int num_ranks, int pairs_per_token,
                 int pair_step, int stage_bytes, int stages) {
@@ -199,7 +200,7 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
     const int64_t expert = ids[pair.token * num_ranks + pair.rank];
     bring_row_near(matrices.bias + expert * shape.num_rows, shape.num_rows);
   }
-  const Work work = work_at(down, share_units(shape, threadIdx.x / warp_size, expert_warps, pair_step));
+  const Work work = work_at(down, share_units(shape, threadIdx.x / warp_size, warps, pair_step));
   const Ring ring = warp_ring(memory, stage_bytes, stages);
   const Cursor ahead = fill_ring(work, ring);
   if (work.num_units > 0) keep_grids<types, expert_grid_room>(grids);
@@ -207,7 +208,7 @@ __global__ void __launch_bounds__(expert_threads, expert_blocks(types))
   wait_for_previous_grid();
   const int cols = shape.num_cols, groups = (cols + group_elements - 1) / group_elements;
   const float* values = row_of(h, pair, num_ranks, cols);
-  Inputs inputs = {shared_row(behind_rings(memory, stage_bytes, stages), groups), values, 0, 1, grids};
+  Inputs inputs = {shared_row(behind_rings<warps>(memory, stage_bytes, stages), groups), values, 0, 1, grids};
   if (work.num_units > 0 && !is_float<types>(shape.type)) {
     if (is_block_type<types>(shape.type))
       quantize_lone_into<types>({inputs.quantized.codes, groups}, GroupsAhead(values, groups, cols));

@@ -8,7 +8,7 @@ namespace coldstream {
 
 constexpr int expert_warps = 4;
 constexpr int expert_threads = expert_warps * warp_size;
-constexpr int expert_max_unit_rows = 32;
+constexpr int expert_max_unit_rows = 32;    // of blocks of so many warps
 constexpr int expert_grid_room = 16 << 10;  // most bytes for the copies of a grid
 
 // Shared memory for each group of a row that weights in blocks of 32 read.
@@ -60,8 +60,9 @@ __device__ __forceinline__ Ring warp_ring(uint8_t* memory, int stage_bytes, int 
   return {memory + threadIdx.x / warp_size * stages * stage_bytes, stage_bytes, stages};
 }
 
+template <int warps = expert_warps>
 __device__ __forceinline__ uint8_t* behind_rings(uint8_t* memory, int stage_bytes, int stages) {
-  return memory + expert_warps * stages * stage_bytes;
+  return memory + warps * stages * stage_bytes;
 }
 
 // Waits for the other warp of a pair of warps: barrier 0 is the block's.
