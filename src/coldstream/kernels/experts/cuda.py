@@ -36,7 +36,7 @@ from coldstream.kernels.quant_tensor import QuantTensor
 
 WARPS = 4
 BLOCKS_PER_PROCESSOR = 4
-# Of blocks that are a processor's only ones: every block quantises the row for blocks of 32.
+# Every block quantises the row for weights in blocks of 32, so that fewer and larger blocks are faster.
 MANY_WARPS, BLOCKS_OF_MANY, MOST_ROWS_OF_MANY = 8, 2, 16
 LEAST_SHARE = 0.95  # of the processors that such blocks keep busy
 GRID_ROOM = 16 << 10  # bytes for the copies of a grid, as in gemv.cuh
