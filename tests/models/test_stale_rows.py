@@ -15,7 +15,6 @@ from runner_cases import FAMILIES, token_ids, write_variant
 
 from coldstream.kernels import _csrc
 from coldstream.kernels.attention.cache_layout import CACHE_LAYOUTS, INTEGER_CACHE_TYPES
-from coldstream.kernels.ops import NgramState
 from coldstream.kvcache import AttentionState, Batch, CacheSize, Segment
 from coldstream.models.runner import ModelRunner
 from device_arrays import change
@@ -113,8 +112,8 @@ def test_nf01_sequences_beside_a_damaged_one_keep_their_bits(paths: dict[str, Pa
                 is_attention = isinstance(layer, AttentionState)
                 (place,) = damaged.blocks if is_attention else [damaged.state]
                 parts = [part for part in (layer, getattr(layer, "ngram", None)) if part is not None]
-                own = (tensor for part in parts for tensor in vars(part).values())
-                fill_with_nan([each for each in own if not isinstance(each, NgramState | None)], place)
+                own = (field for part in parts for field in vars(part).values())
+                fill_with_nan([each for each in own if hasattr(each, "data_ptr")], place)
             segments = [Segment(each, [token]) for each, token in zip(sequences, next_ids, strict=True)]
             together = [np.array(logits)[0] for logits in runner.step(Batch(tuple(segments)))]
             assert np.isnan(together[1]).all()

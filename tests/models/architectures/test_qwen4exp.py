@@ -145,7 +145,8 @@ def test_logits_of_a_gpu_with_ngrams_equal_transformers(tmp_path: Path) -> None:
 def test_logits_of_a_gpu_beyond_the_choice_of_the_indexer_equal_transformers(
     budget: int, block_size: int, tmp_path: Path
 ) -> None:
-    ids, model = random_ids(90), tiny_qwen4exp(indexer_budget=budget, indexer_compress_ratio=block_size)
+    """Of a prompt in which no two blocks are so near that rounded keys choose the other one."""
+    ids, model = random_ids(94), tiny_qwen4exp(indexer_budget=budget, indexer_compress_ratio=block_size)
     path = convert(model, tmp_path / "model.gguf")
     assert_gpu_equals(path, ids, hf_logits(model, ids).numpy())
 
