@@ -1,4 +1,4 @@
-"""Experts of one row as models have them: the GPU's kernels on the host against the definition, bit for bit."""
+"""Experts of one row as models have them: the GPU's kernels on the host, bit for bit as defined."""
 
 import pytest
 import torch

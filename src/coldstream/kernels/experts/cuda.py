@@ -37,7 +37,7 @@ from coldstream.kernels.quant_tensor import QuantTensor
 WARPS = 4
 BLOCKS_PER_PROCESSOR = 4
 # Every block quantises the row for weights in blocks of 32, so that fewer and larger blocks are faster.
-MANY_WARPS, BLOCKS_OF_MANY, MOST_ROWS_OF_MANY = 8, 2, 16
+LARGE_WARPS, LARGE_BLOCKS, LARGE_UNIT_ROWS = 8, 2, 16
 LEAST_SHARE = 0.95  # of the processors that such blocks keep busy
 GRID_ROOM = 16 << 10  # bytes for the copies of a grid, as in gemv.cuh
 GATE_UP, DOWN = "coldstream::expert_gate_up", "coldstream::expert_down"
@@ -207,15 +207,15 @@ def _share_out(
     stage_bytes = max(shape.stage_bytes for shape in shapes)
     others = grid_bytes((shape.type for shape in shapes), GRID_ROOM) + row_bytes + SLACK_BYTES
     num_units = max(shape.num_units for shape in shapes)
-    many = limits.num_processors * BLOCKS_OF_MANY // num_pairs
+    blocks = limits.num_processors * LARGE_BLOCKS // num_pairs
     if (
-        all(shape.type in BLOCK_TYPES and shape.unit_rows <= MOST_ROWS_OF_MANY for shape in shapes)
-        and many * num_pairs >= LEAST_SHARE * BLOCKS_OF_MANY * limits.num_processors
-        and num_units >= many * (MANY_WARPS // team_warps)
+        all(shape.type in BLOCK_TYPES and shape.unit_rows <= LARGE_UNIT_ROWS for shape in shapes)
+        and blocks * num_pairs >= LEAST_SHARE * LARGE_BLOCKS * limits.num_processors
+        and num_units >= blocks * (LARGE_WARPS // team_warps)
     ):
-        plan = plan_ring(limits, MANY_WARPS * stage_bytes, others, BLOCKS_OF_MANY)
-        if plan is not None and plan.stages > 1 and plan.blocks_per_processor == BLOCKS_OF_MANY:
-            return MANY_WARPS, many, stage_bytes, plan
+        plan = plan_ring(limits, LARGE_WARPS * stage_bytes, others, LARGE_BLOCKS)
+        if plan is not None and plan.stages > 1 and plan.blocks_per_processor == LARGE_BLOCKS:
+            return LARGE_WARPS, blocks, stage_bytes, plan
     plan = plan_ring(limits, WARPS * stage_bytes, others, BLOCKS_PER_PROCESSOR)
     if plan is None:
         raise ValueError(f"activations of {row_bytes} bytes a row do not fit a block's shared memory")

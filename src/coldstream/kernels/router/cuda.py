@@ -239,14 +239,13 @@ def router_gemv_cuda(
     if norm is not None and not aligned:
         raise ValueError("a router with a norm before it needs weights that are aligned to 16 bytes")
     num_routers = 1 if beside is None else 2
-    shares, shared_bytes = _share_out(
-        num_tokens, cols if norm is None else padded_cols(cols), num_routers * num_experts + 1
-    )
+    num_rows = num_routers * num_experts + 1
+    shares, shared_bytes = _share_out(num_tokens, cols if norm is None else padded_cols(cols), num_rows)
     scratch_bytes = _scratch_bytes(num_routers * num_tokens, per_lane)
     rest = _name_of(rule, is_alone=sharing is None and beside is None)
     instance = f"router_gemv<{str(aligned).lower()}, {per_lane}, {str(norm is not None).lower()}{rest}>"
     PROGRAM.kernel(instance).launch(
-        (-(-(num_routers * num_experts + 1) // shares.num_rows), 1, 1),
+        (-(-num_rows // shares.num_rows), 1, 1),
         THREADS,
         (
             x,
@@ -339,8 +338,8 @@ def _share_out(num_tokens: int, cols: int, num_rows: int = MAX_EXPERTS) -> tuple
         return min(most // COLUMN_MULTIPLE * COLUMN_MULTIPLE, whole)
 
     # A warp takes one token and two rows. Fewer rows that stay whole load all their weights early.
-    few = max(2, num_rows // LEAST_BLOCKS // 2 * 2)
-    most_rows = min(MAX_WEIGHT_ROWS_PER_BLOCK, NUM_WARPS // num_tokens * 2, few)
+    enough = max(2, num_rows // LEAST_BLOCKS // 2 * 2)
+    most_rows = min(MAX_WEIGHT_ROWS_PER_BLOCK, NUM_WARPS // num_tokens * 2, enough)
     weight_rows = next((rows for rows in range(most_rows, 0, -2) if columns(rows) == whole), most_rows)
     chunk = columns(weight_rows)
     return _Shares(num_tokens=num_tokens, num_rows=weight_rows, chunk=chunk), 4 * (
