@@ -69,3 +69,15 @@ def test_stamps_are_of_all_steps() -> None:
     names = {"in", "mix", "mix 2", "out", "route", "shared", "gate and up", "down"}
     assert names < found.keys() | {"mix 2"}
     assert all(span >= 0 for spans in found.values() for span in spans.values())
+
+
+def test_numbers_that_are_none_do_not_stop_a_launch() -> None:
+    """A stream of NaN becomes one of NaN, and nobody waits for a number with the bits of none."""
+    generator = torch.Generator().manual_seed(2)
+    kinds = kinds_of(Sizes(512, 256, 24, 3, 2, 4))
+    layers = [Layer.random(0, kinds[0], generator)]
+    stream = torch.full((1, 512), torch.nan)
+    launch = ByOneLaunch(layers, plan(kinds, 3, RINGS), stream)
+    launch.begin()
+    launch.queue(SIGNALS[0])
+    assert launch.result().isnan().all()

@@ -187,8 +187,9 @@ struct Consumer {
     return p.activations + (watch.layer + behind) * p.layer_words + word;
   }
   __device__ void put(float* to, float x) const {
+    // A number of those bits is another NaN.
     if constexpr (by_words)
-      store_relaxed(to, x);
+      store_relaxed(to, is_written(x) ? x : __uint_as_float(0x7fffffffu));
     else
       __stcg(to, x);
   }
