@@ -72,7 +72,7 @@ class Card:
         self.index = index
         self.device = checked(driver.cuDeviceGet(index))
         self.context = checked(driver.cuDevicePrimaryCtxRetain(self.device))
-        self.name = checked(driver.cuDeviceGetName(128, self.device)).decode().rstrip("\0")
+        self.name = checked(driver.cuDeviceGetName(128, self.device)).split(b"\0")[0].decode()
         self.processors = self._attribute("MULTIPROCESSOR_COUNT")
         capability = tuple(self._attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
         codes = compile_together(SOURCE, KERNELS, architecture_of(capability))  # type: ignore[arg-type]

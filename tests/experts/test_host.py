@@ -30,11 +30,11 @@ def test_rows_of_a_launch_that_failed_are_marked_before_the_next_one() -> None:
     box = Mailbox.create(2, 256, 3, is_marked=True)
     experts, words = HostExperts(1, box, Mailbox.create(2, 256, 1), 8), box.out.numpy().view(np.uint32)
     assert (words == UNWRITTEN).all()
-    experts.begin_step()
+    experts.begin_step(1)
     words[0] = 5
     experts.step_launched()
-    experts.begin_step()
+    experts.begin_step(1)
     assert (words[0] == 5).all(), "the sum of a step that was launched marks what it reads"
-    experts.begin_step()
+    experts.begin_step(1)
     assert (words == UNWRITTEN).all()
     experts.close()

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,11 +46,13 @@ def open_partly(
     layer_weights: tuple[float, ...] = (),
     in_ram: float | None = None,
     is_early: bool = False,
+    card: int | None = None,
 ) -> OneSequence:
     """With slots for that share of the experts, and that share of what a token misses read over the bus.
 
     All experts of `pinned` layers are there besides. in_ram: the share of the experts that a pool in RAM
-    begins with, while all others are on the disk; None: the file is mapped.
+    begins with, while all others are on the disk; None: the file is mapped. card: a further one, which has
+    all experts that the first may lack.
     """
     file, spec = open_model_file(path)
     plan = partial_plan(
@@ -66,6 +69,7 @@ def open_partly(
         prefetching=prefetching,
         num_in_ram=None if in_ram is None else max(2, round(in_ram * spec.num_experts)),
     )
+    plan = replace(plan, card=card)
     runner = CudaRunner.load(file, spec, plan, policy=policy, cache_size=cache_size, is_early=is_early)
     return OneSequence(runner)
 

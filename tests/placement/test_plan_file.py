@@ -50,6 +50,7 @@ PLAN = RunPlan(
 TIMES_OF = json.loads(plan_to_json(PLAN))["miss_times"]
 POOL_SIZES = replace(MODEL, expert_bytes=(16, 48, 16))  # in slots in RAM
 POOL = plan_pool(PLACEMENT, POOL_SIZES.expert_bytes, HostPart(3, 2, 1), 300)
+ON_TWO_CARDS = replace(PLAN, prefetch=0, prefetch_bytes=0, layers_ahead=0, card=1)
 POOLED = replace(PLAN, miss_times=None, prefetch=0, prefetch_bytes=0, layers_ahead=0, pool=POOL)
 
 
@@ -74,6 +75,8 @@ def test_files(tmp_path: Path) -> None:
     assert load_plan(path, [MODEL]) == PLAN
     save_plan(POOLED, path)
     assert load_plan(path, [MODEL, POOL_SIZES]) == POOLED
+    save_plan(ON_TWO_CARDS, path)
+    assert load_plan(path, [MODEL]) == ON_TWO_CARDS
     kept = replace(POOL, fixed=replace(POOL.fixed, prompt_cache=9))
     save_plan(replace(POOLED, pool=kept, prompt_cache_bytes=9), path)
     assert load_plan(path, [MODEL, POOL_SIZES]).prompt_cache_bytes == 9
@@ -90,7 +93,7 @@ def change(**fields: Any) -> Callable[[dict[str, Any]], None]:
     ("spoil", "kind", "said"),
     [
         (change(format="other"), UnsupportedError, "format"),
-        (change(version=1), UnsupportedError, "version: 1, this program knows 15"),
+        (change(version=1), UnsupportedError, "version: 1, this program knows 16"),
         (change(more=1), InconsistentError, "unknown: more"),
         (lambda document: document.pop("tier"), InconsistentError, "missing or unknown: tier"),
         (change(model=None), InconsistentError, "model"),
@@ -120,6 +123,9 @@ def change(**fields: Any) -> Callable[[dict[str, Any]], None]:
         (change(prefetch_bytes=1.0), InconsistentError, "prefetch_bytes is 1.0"),
         (change(prefetch_bytes=0), InconsistentError, "prefetch_bytes: none for 2 experts of a layer"),
         (change(prefetch_bytes=1000), InconsistentError, "prefetch_bytes: 1000 bytes of a ring of"),
+        (change(card=1), InconsistentError, "prefetch: 2 experts of a layer, which card 1 has"),
+        (change(card=0, prefetch=0), InconsistentError, "card: 0, and no other GPU"),
+        (change(card=True), InconsistentError, "card is True"),
         (change(layers_ahead=0), InconsistentError, "layers_ahead: none for 2 experts of a layer"),
         (change(layers_ahead="2"), InconsistentError, "layers_ahead is '2'"),
         (

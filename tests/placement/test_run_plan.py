@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import fixed, sizes
 
-from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_SHARED_ROWS
+from coldstream.kernels.experts.shapes import MAX_CARD_ROWS, MAX_MAILBOX_ROWS, MAX_SHARED_ROWS
 from coldstream.kernels.experts.split import MissTimes
 from coldstream.placement.plan import PlanOptions, Tier, plan_placement
 from coldstream.placement.pool_plan import HostPart, PoolPlan
@@ -23,13 +23,14 @@ PLACEMENT = replace(plan_placement(MODEL, fixed(), 3000), ring_bytes=900)
     [
         (RunPlan(PLACEMENT, 3, miss_times=TIMES), MAX_SHARED_ROWS),
         (RunPlan(PLACEMENT, 3), MAX_MAILBOX_ROWS),
+        (RunPlan(PLACEMENT, 3, miss_times=TIMES, card=1), MAX_CARD_ROWS),
         (RunPlan(replace(PLACEMENT, ring_bytes=899), 3, miss_times=TIMES), MAX_MAILBOX_ROWS),
         (
             RunPlan(PLACEMENT, 3, miss_times=TIMES, prefetch=1, prefetch_bytes=1, layers_ahead=1),
             MAX_MAILBOX_ROWS,
         ),
     ],
-    ids=["", "no bus", "small ring", "ring with guesses"],
+    ids=["", "no bus", "a second card", "small ring", "ring with guesses"],
 )
 def test_prompts_are_shared_out_by_the_device_where_the_bus_has_places(plan: RunPlan, rows: int) -> None:
     assert plan.shared_rows == rows
@@ -58,3 +59,8 @@ def test_kept_prefixes_are_counted_in_ram_and_nowhere_else(
         return
     with pytest.raises(ValueError, match=r"^prompt_cache: \d bytes are counted for \d$"):
         RunPlan(placement, 3, pool=pool, prompt_cache_bytes=prompt_cache)
+
+
+def test_a_gpu_that_has_all_experts_asks_no_other() -> None:
+    with pytest.raises(ValueError, match=r"^card: 1, and no other GPU that lacks an expert$"):
+        RunPlan(plan_placement(MODEL, fixed(), 10**6), 0, card=1)

@@ -36,6 +36,7 @@ from coldstream.kernels.experts.partition import (
     hints_of,
     sharing_of,
 )
+from coldstream.kernels.experts.requests import end_requests_cuda
 from coldstream.kernels.experts.split import NUM_WORDS, MissTimes
 from coldstream.kernels.experts.stage import stage_experts_cuda
 from coldstream.kernels.experts.stamps import WORDS
@@ -53,6 +54,7 @@ class DecodeExperts:
     int64 [layers, WORDS], see `kernels/experts/stamps.py`. chosen: what a step's routers choose. ring: None
     if nothing is prefetched. staging: uint8 on the device, for the experts of a layer that are copied over
     the bus. The CPU computes experts for which it has no place. Between two steps it is free for other uses.
+    ends_requests: whether the mailbox is that of a further card, and has to know when a step asks no more.
     """
 
     def __init__(
@@ -63,8 +65,11 @@ class DecodeExperts:
         chosen: ChosenExperts,
         ring: PrefetchRing | None,
         staging: DeviceArray,
+        *,
+        ends_requests: bool = False,
     ) -> None:
         device = kernels.device
+        self._ends_requests, self._may_ask = ends_requests, False
         self.max_rows = len(mailbox.ids)
         self._kernels, self._device, self._tables = kernels, device, tables
         self._mailbox, self.chosen, self._ring, self._staging = mailbox, chosen, ring, staging
@@ -119,6 +124,7 @@ class DecodeExperts:
     def route(self, x: Activations, weights: RouterWeights, experts: ExpertWeights) -> Routing:
         """See `Executor`; `Routing.places` says where all experts are computed."""
         tokens, ranks = x.shape[0], weights.num_experts_per_tok
+        self._may_ask = True
         is_one_launch = self._kernels.routes_at_once(tokens, weights.shared_gate)
         layer = self._tables.number_of(experts)
         stacks = self._tables.layers[layer]
@@ -152,7 +158,8 @@ class DecodeExperts:
 
     def _hints_at(self, tokens: int) -> bool:
         """Whether the CPU reads ahead what a step's routers guess: that of one token."""
-        return tokens == 1 and self._tables.is_mapped and self._tables.can_look_ahead
+        looks_ahead = self._tables.is_mapped and self._tables.can_look_ahead
+        return tokens == 1 and looks_ahead and not self._ends_requests
 
     def _hints(self, later: int, ring: PrefetchRing | None) -> Hints:
         """ring: into which missing experts of the layer are copied meanwhile."""
@@ -208,7 +215,9 @@ class DecodeExperts:
         """See `ModelExecutor`."""
         if self._has_forked and self._beside is not None:
             streams.current_stream().wait_stream(self._beside)
-        self._has_forked = False
+        if self._ends_requests and self._may_ask:
+            self._device.launch(end_requests_cuda, self._mailbox, len(self._tables.layers))
+        self._has_forked = self._may_ask = False
 
     def compute(self, x: Activations, routing: Routing, weights: ExpertWeights) -> ExpertOutputs:
         """Queues the pairs whose experts have an address. The CPU computes the others meanwhile."""

@@ -276,7 +276,7 @@ class PartialLayers:
     def start_step(self, rows: int) -> None:
         """Call right before a step of `rows` rows is launched."""
         if rows <= MAX_MAILBOX_ROWS:
-            self.host.begin_step()
+            self.host.begin_step(rows)
 
     def launched(self) -> None:
         """Call right after the launch."""

@@ -29,6 +29,7 @@ class PartialExecutor(WithWholeFfns):
     """A `ModelExecutor` over slots, a ring of `ring_bytes`, the mapped file and the CPU.
 
     num_layers: that have experts. `ExpertResidency` fills slots and writes their addresses into `tables`.
+    is_served_by_card: whether a further card computes what a decode step asks for, and not CPU and bus.
     Call `number_layers` and then `connect` before the first step. `host` is None over a `MemoryPlan`. Prefill
     steps use all of the ring. Decode steps use its beginning for prefetched experts, and the rest for staged
     ones.
@@ -43,8 +44,11 @@ class PartialExecutor(WithWholeFfns):
         whole_layers: Collection[int] = (),
         ring_bytes: int = 0,
         prefetching: Prefetching | None = None,
+        *,
+        is_served_by_card: bool = False,
     ) -> None:
         super().__init__(kernels)
+        self._is_served_by_card = is_served_by_card
         device = kernels.device
         self.tables = PartialTables(device.memory, host, whole_layers)
         # Rounded down, as an allocation is rounded up to ALIGNMENT and must not exceed the plan's bytes.
@@ -55,7 +59,9 @@ class PartialExecutor(WithWholeFfns):
             self.prefetch = PrefetchRing(prefetching, self.ring, device.zeros, num_layers)
             staging = self.ring[self.prefetch.num_bytes :]
         chosen = ChosenExperts(device.zeros, num_layers, mailbox.ids.shape[1])
-        self.decode = DecodeExperts(kernels, self.tables, mailbox, chosen, self.prefetch, staging)
+        self.decode = DecodeExperts(
+            kernels, self.tables, mailbox, chosen, self.prefetch, staging, ends_requests=is_served_by_card
+        )
         self.prefill = PrefillExperts(kernels, self.tables, host, self.ring)
 
     def number_layers(self, layers: Iterable[tuple[RouterWeights, ExpertWeights]]) -> None:
@@ -76,7 +82,8 @@ class PartialExecutor(WithWholeFfns):
 
     def set_times(self, times: MissTimes) -> None:
         """Has missing experts of all steps divided by these times, at first. No step may be running."""
-        self.decode.set_times(times)
+        if not self._is_served_by_card:
+            self.decode.set_times(times)
         if self.prefill.stream is not None:
             self.prefill.stream.set_times(times)
 

@@ -7,7 +7,7 @@ others on the disk.
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -29,23 +29,51 @@ from coldstream.placement.limits import Limits, lock_advice
 AWAKE_S: Final = 0.003
 
 
+class CardServer(Protocol):
+    """A further card that answers a mailbox, see `card_experts.py`."""
+
+    def begin_step(self, rows: int) -> None:
+        """Has it answer a step of so many rows, which is launched behind this."""
+
+    def give_up(self) -> None:
+        """Has it end a step that was not launched as a whole. The first card has nothing to do."""
+
+    def check(self) -> None:
+        """Raises GenerationFault if an answer was undefined."""
+
+    def close(self) -> None:
+        """Call last."""
+
+
 class HostExperts:
     """The experts of one model, and threads that compute them when a mailbox asks.
 
     `mailbox` is for decode steps, in which the GPU asks. `bulk` is for up to `max_rows` rows of a prefill, in
     which the host asks. wanted_ids: int32 [chunk_size, K], the expert ids of a prefill step; guessed_ids:
     int32 [max_rows, K], those that the next layer will probably choose. pool: None if the file is mapped.
+    is_served_by_card: whether `use_card` will be called, and the CPU answers `bulk` alone.
     """
 
     def __init__(
-        self, threads: int, mailbox: Mailbox, bulk: Mailbox, chunk_size: int, pool: RamPool | None = None
+        self,
+        threads: int,
+        mailbox: Mailbox,
+        bulk: Mailbox,
+        chunk_size: int,
+        pool: RamPool | None = None,
+        *,
+        is_served_by_card: bool = False,
     ) -> None:
         self.ops = CpuOps(threads)
         self.mailbox, self.bulk, self.pool = mailbox, bulk, pool
         self._num_active = threads
         self._is_launching = False  # a step in which the GPU asks
-        ahead = mailbox.ahead.numpy().view(np.uint32)
-        self.server = _csrc.ExpertServer(self.ops.runtime, *mailbox.arrays(), ahead=ahead)
+        self._card: CardServer | None = None
+        self._of_cpu = mailbox
+        if is_served_by_card:  # one that nobody asks
+            self._of_cpu = Mailbox.planned(mailbox.ids.shape[1], mailbox.x.shape[1], 1)
+        ahead = self._of_cpu.ahead.numpy().view(np.uint32)
+        self.server = _csrc.ExpertServer(self.ops.runtime, *self._of_cpu.arrays(), ahead=ahead)
         self.bulk_server = _csrc.ExpertServer(self.ops.runtime, *bulk.arrays(), is_prefill=True)
         if threads < usable_cpus():  # one is left for the thread that launches
             self.bulk_server.awake_s = AWAKE_S
@@ -59,11 +87,20 @@ class HostExperts:
         self._lock: FileLock | None = None  # of what is in `_begun`
         self._places: dict[int, tuple[GGUFFile, int, int]] = {}  # address → file, shard, bytes
 
-    def begin_step(self) -> None:
-        """Call right before the launch of a step in which the GPU asks, and `step_launched` behind it."""
-        self.server.begin()
+    def use_card(self, card: CardServer) -> None:
+        """From now on a further card answers `mailbox`, and not the CPU."""
+        self._card = card
+
+    def begin_step(self, rows: int) -> None:
+        """Call right before the launch of a step of so many rows in which the GPU asks, and `step_launched`
+        behind it.
+        """
+        if self._card is None:
+            self.server.begin()
         if self._is_launching:
             self._restore_mailbox()
+        if self._card is not None:
+            self._card.begin_step(rows)
         self._is_launching = True
 
     def step_launched(self) -> None:
@@ -73,6 +110,8 @@ class HostExperts:
     def _restore_mailbox(self) -> None:
         """After a launch that failed on its way: nothing may have read what the CPU wrote for it."""
         streams.current_stream().synchronize()
+        if self._card is not None:
+            self._card.give_up()
         while not self.mailbox.done.numpy()[0]:
             time.sleep(1e-4)
         self.mailbox.mark_unwritten()
@@ -248,8 +287,15 @@ class HostExperts:
         self.bulk_done[0] = 0
         self.bulk_request[0] = (layer + 1) | rows << ROWS_SHIFT
 
+    def check_card(self) -> None:
+        """Raises GenerationFault if an answer of the further card was undefined."""
+        if self._card is not None:
+            self._card.check()
+
     def close(self) -> None:
         """Ends the threads and unregisters the file. The device must no longer read from it."""
+        if self._card is not None:
+            self._card.close()
         self.server.end()
         self.bulk_server.end()
         if self._lock is not None:

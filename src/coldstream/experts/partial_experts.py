@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from coldstream.errors import OutOfMemoryError
+from coldstream.errors import OutOfMemoryError, UnsupportedError
+from coldstream.experts.card_experts import CardExperts, CardLayer
 from coldstream.experts.chosen_experts import ExpertIds
 from coldstream.experts.copies_ahead import CopiesAhead
 from coldstream.experts.cpu.disk_tier import DiskStatistics, Progress
@@ -33,6 +34,7 @@ from coldstream.experts.slots.segments import SlotSegments
 from coldstream.kernels.cuda.contents import clear, read
 from coldstream.kernels.cuda.memory import own_bytes
 from coldstream.kernels.cuda.runtime import calls
+from coldstream.kernels.experts.cuda_layer import stacks_of
 from coldstream.kernels.experts.executor import ModelExecutor
 from coldstream.kernels.experts.mailbox import MAX_MAILBOX_ROWS, Mailbox
 from coldstream.kernels.experts.split import MissTimes
@@ -109,7 +111,14 @@ class PartialExperts:
         ranks, hidden_size = mailbox.ids.shape[1], mailbox.x.shape[1]
         # A mailbox has at least one row. Steps that could use this one have more.
         bulk = Mailbox.create(ranks, hidden_size, max(1, plan.max_cpu_rows))
-        self.host = HostExperts(plan.threads, mailbox, bulk, plan.placement.fixed.chunk_size, pool)
+        self.host = HostExperts(
+            plan.threads,
+            mailbox,
+            bulk,
+            plan.placement.fixed.chunk_size,
+            pool,
+            is_served_by_card=plan.card is not None,
+        )
         self._executor: PartialExecutor | None = None
         self._reserved: tuple[ExpertCache, SlotSegments] | None = None  # until they are filled
         self._residency: ExpertResidency | None = None
@@ -134,6 +143,19 @@ class PartialExperts:
         if executor.prefetch is not None:
             prefetch, num_layers = executor.prefetch, executor.decode.chosen.num_layers
             self._guesses = GuessCounter(num_layers, prefetch.distance, prefetch.num_experts)
+
+    def load_card(self, progress: Progress | None = None) -> None:
+        """Copies experts to the plan's further card, if there is one. Call once after `attach`.
+
+        Raises UnsupportedError, OutOfMemoryError, DeviceError, ModelChangedError.
+        """
+        assert self._executor is not None, "a card serves an executor"
+        if self._plan.card is not None:
+            tables = self._executor.tables
+            if any(each.biases is not None for each in tables.experts):
+                raise UnsupportedError("experts with biases are not computed by a second card: use one card")
+            layers = [CardLayer(stacks_of(each), each.activation) for each in tables.experts]
+            self.host.use_card(CardExperts(self._plan.card, self.host, layers, progress))
 
     def connect(self) -> None:
         """Lets the device read the mapped file in later steps. Waits until it is locked.
@@ -202,7 +224,8 @@ class PartialExperts:
 
     def _begin_shares(self) -> None:
         executor, times = self._executor, self._times
-        if self._controls == Controls() or executor is None or times is None or self._residency is None:
+        is_fixed = self._controls == Controls() or self._plan.card is not None
+        if is_fixed or executor is None or times is None or self._residency is None:
             self._shares = None
         elif executor.tables.is_readable:
             decode, num_layers = executor.decode, len(executor.tables.layers)
@@ -356,7 +379,7 @@ class PartialExperts:
             self._has_streamed = False
             if self._shares is not None:
                 self._shares.starting(rows, is_alone=not self._in_flight)
-            self.host.begin_step()
+            self.host.begin_step(rows)
         elif self._stream is not None:
             self._has_streamed = True
             if self._residency is not None:
@@ -445,6 +468,7 @@ class PartialExperts:
         try:
             self.host.server.check()
             self.host.mailbox.check()
+            self.host.check_card()
         finally:
             if self._is_due and len(self._in_flight) <= 1:
                 self._prepare()

@@ -17,10 +17,10 @@ from coldstream.kernels.quant_tensor import QuantTensor
 class PartialTables:
     """Tables in `memory`, into which `ExpertResidency` writes the addresses of slots.
 
-    `layers` has the tables of each layer that may miss an expert, and `routers` its router. They are
-    in the model's order without `whole_layers`, as `slot_shares` numbers them. The device reads experts over
-    the bus only after `connect`; those of a pool, once `ExpertResidency` has written where they are. `host`
-    is None over a `MemoryPlan`.
+    `layers` has the tables of each layer that may miss an expert, with its router and weights beside. They
+    are in the model's order without `whole_layers`, as `slot_shares` numbers them. The device reads experts
+    over the bus only after `connect`; those of a pool, once `ExpertResidency` has written where they are.
+    `host` is None over a `MemoryPlan`.
     """
 
     def __init__(self, memory: Memory, host: HostExperts | None, whole_layers: Collection[int]) -> None:
@@ -28,6 +28,7 @@ class PartialTables:
         self._whole = tuple(f"blk.{layer}." for layer in whole_layers)
         self.layers: list[Stacks] = []
         self.routers: list[RouterWeights] = []
+        self.experts: list[ExpertWeights] = []
         self.can_look_ahead = False  # whether a later router may read what an earlier one does
         self._numbers: dict[int, int] = {}  # by the identity of a layer's first table
 
@@ -61,6 +62,7 @@ class PartialTables:
             self._numbers[id(weights.gate)] = len(self.layers)
             self.layers.append(stacks)
             self.routers.append(router)
+            self.experts.append(weights)
             if self._host is not None:
                 self._host.add_layer(stacks, weights.activation, weights.biases)
         shapes = {each.gate.shape for each in self.routers if isinstance(each.gate, QuantTensor)}

@@ -28,7 +28,7 @@ from coldstream.placement.run_plan import COUNTS, RunPlan
 from coldstream.placement.sizes import ModelSizes
 
 FORMAT: Final = "coldstream plan"
-VERSION: Final = 15
+VERSION: Final = 16
 MAX_BYTES: Final = 1 << 24
 _NO_USES: Final = "uses are not lists of numbers"
 _AGAIN: Final = "make it again with `coldstream plan --out`"
@@ -116,7 +116,8 @@ def _document(text: str, name: Path) -> dict[str, Any]:
 def _plan(document: dict[str, Any]) -> RunPlan:
     """Raises ValueError or TypeError for values that are none of a plan."""
     window = document["attention_window"]
-    for name in COUNTS if window is None else (*COUNTS, "attention_window"):
+    given = [name for name in ("attention_window", "card") if document[name] is not None]
+    for name in (*COUNTS, *given):
         if not _is_count(document[name]):
             raise ValueError(f"{name} is {document[name]!r}")
     return RunPlan(
@@ -127,6 +128,7 @@ def _plan(document: dict[str, Any]) -> RunPlan:
         spec_type=document["spec_type"],
         ahead=document["ahead"],
         pool=None if document["pool"] is None else _pool(document["pool"]),
+        card=document["card"],
         **{name: document[name] for name in COUNTS},
     )
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from coldstream.kernels.experts.shapes import MAX_MAILBOX_ROWS, MAX_SHARED_ROWS
+from coldstream.kernels.experts.shapes import MAX_CARD_ROWS, MAX_MAILBOX_ROWS, MAX_SHARED_ROWS
 from coldstream.kernels.experts.split import MissTimes
 from coldstream.placement.plan import PlacementPlan
 from coldstream.placement.pool_plan import PoolPlan
@@ -59,6 +59,7 @@ class RunPlan:
     # Experts in RAM beside a GPU, with others on the disk; None: all experts that the GPU lacks are mapped.
     pool: PoolPlan | None = None
     prompt_cache_bytes: int = 0  # RAM for kept prefixes of prompts, which the placement or the pool counts
+    card: int | None = None  # the GPU that has all experts which the first one may lack; None: none has
 
     def __post_init__(self) -> None:
         model = self.placement.model
@@ -84,6 +85,8 @@ class RunPlan:
             raise ValueError(f"tree_budget: no room for the rows of {self.tree_budget or 1} nodes and a root")
         if self.pool is not None:
             self._check_pool(self.pool)
+        if self.card is not None:
+            self._check_card(self.card)
         self._check_prompt_cache()
         if self.uses is not None:
             shape = [len(row) for row in self.uses]
@@ -102,6 +105,12 @@ class RunPlan:
         if any(ids and ids[-1] >= placement.model.num_experts for ids in pool.loaded):
             raise ValueError(f"an expert in RAM from {placement.model.num_experts} on")
 
+    def _check_card(self, card: int) -> None:
+        if card < 1 or self.placement.tier != "vram" or self.placement.is_all_resident:
+            raise ValueError(f"card: {card}, and no other GPU that lacks an expert")
+        if self.prefetch:
+            raise ValueError(f"prefetch: {self.prefetch} experts of a layer, which card {card} has")
+
     def _check_prompt_cache(self) -> None:
         placement = self.placement
         counts = [(placement.fixed.prompt_cache, self.prompt_cache_bytes if placement.tier == "ram" else 0)]
@@ -117,8 +126,10 @@ class RunPlan:
 
         In longer steps the host shares them out, and experts are copied group by group. The limit is
         MAX_MAILBOX_ROWS where the GPU cannot read all over the bus, or where the ring has too few places for
-        a layer's experts.
+        a layer's experts, and MAX_CARD_ROWS where a further card is asked.
         """
+        if self.card is not None:
+            return MAX_CARD_ROWS
         placement = self.placement
         room = placement.ring_bytes - self.prefetch_bytes
         wanted = SHARE_WITH_PLACES * placement.model.num_experts * max(placement.expert_bytes)

@@ -86,6 +86,25 @@ def find_gpu() -> Gpu:
         return Gpu(found.name, found.capability, device_limits().num_processors, total, free)
 
 
+def find_card(index: int) -> Gpu:
+    """A further device. Raises DeviceError, in a sentence, if this package cannot use it."""
+    from coldstream.kernels.cuda.limits import device_limits
+    from coldstream.kernels.cuda.runtime import calls
+
+    devices = find_driver().devices
+    if index >= len(devices):
+        raise DeviceError(
+            f"device {index}: the driver shows {len(devices)} (see nvidia-smi, and CUDA_VISIBLE_DEVICES): "
+            "name others, or use one"
+        )
+    found = devices[index]
+    if problem := old_card(found.name, found.capability):
+        raise DeviceError(f"device {index}: {problem}: use one device")
+    with device_errors(), calls.on_device(index):
+        free, total = calls.free_memory()
+        return Gpu(found.name, found.capability, device_limits().num_processors, total, free)
+
+
 def measure_copy_bandwidth() -> float:
     """Bytes per second that a copy within device memory reads and writes together, the best of ten."""
     from coldstream.kernels.cuda.runtime import allocations, calls, copies, streams

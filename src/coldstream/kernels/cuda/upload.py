@@ -34,8 +34,12 @@ class Upload:
     destination: DeviceArray
 
 
-def run_uploads(uploads: Iterable[Upload], progress: Progress | None = None) -> None:
-    """Copies everything and waits for it. progress is called with (done, total) bytes.
+def run_uploads(
+    uploads: Iterable[Upload], progress: Progress | None = None, device: int = calls.DEVICE
+) -> None:
+    """Copies everything to memory of `device`, on which the caller's work is, and waits for it.
+
+    progress is called with (done, total) bytes.
 
     Raises ModelChangedError if the file ends early.
     """
@@ -46,7 +50,7 @@ def run_uploads(uploads: Iterable[Upload], progress: Progress | None = None) -> 
     ]
     total, done = sum(size for _, _, size in pieces), 0
     readers = _Readers()
-    with ThreadPoolExecutor(NUM_READERS) as pool:
+    with ThreadPoolExecutor(NUM_READERS, initializer=calls.use_device, initargs=(device,)) as pool:
         for size in pool.map(lambda piece: readers.copy(*piece), pieces):
             done += size
             if progress is not None:

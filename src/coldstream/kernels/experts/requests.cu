@@ -5,6 +5,9 @@
 
 using namespace coldstream;
 
+// From the launch of a loop to a step's first request, whose kernels may be compiled meanwhile.
+constexpr uint64_t longest_wait_for_request_ns = 10 * longest_wait_ns;
+
 constexpr int request_threads = 1024, request_warps = request_threads / warp_size;
 
 // Why an answer is undefined.
@@ -36,7 +39,7 @@ __device__ __forceinline__ uint32_t wait_for_request(const Mailbox& box, const S
     if (load_relaxed_system(server.failure) == came_too_late) return 0;
     const uint64_t now = now_ns();
     if (start == 0) start = now;
-    if (now - start > longest_wait_ns) {
+    if (now - start > longest_wait_for_request_ns) {
       store_relaxed_system(server.failure, came_too_late);
       return 0;
     }

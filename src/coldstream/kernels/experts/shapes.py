@@ -7,6 +7,7 @@ from coldstream.gguf.quant_types import QuantType
 MATRICES: Final = 3  # gate, up, down
 MAX_GROUP: Final = 64  # experts whose addresses one launch writes
 MAX_MAILBOX_ROWS: Final = 64  # of a decode step, which may ask the CPU for experts
+MAX_CARD_ROWS: Final = 8  # of a step that asks a further card for experts
 MAX_SHARED_ROWS: Final = 128  # of a captured step, whose experts the device shares out
 MAX_RANKS: Final = 16  # experts of a token
 MAX_EXPERTS: Final = 1024  # of a layer

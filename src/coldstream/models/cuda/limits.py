@@ -31,6 +31,7 @@ class Limits:
     ring_bytes: int = 0  # of the ring into which missing experts are copied
     prefetching: Prefetching | None = None  # of experts into the ring before their router has run
     shared_rows: int = MAX_MAILBOX_ROWS  # most rows of a step in which the device shares missing experts out
+    is_served_by_card: bool = False  # whether a further card computes what such a step asks for
     is_dense: bool = False  # whether its layers have no experts, and FFNs may be missing
     has_mtp: bool = False  # whether the file's block for multi-token prediction is loaded too
     aux_layers: tuple[int, ...] = ()  # layers whose residual streams are kept for a drafter
@@ -73,6 +74,7 @@ class Limits:
                 plan.layers_ahead, plan.prefetch, plan.prefetch_bytes, from_start=plan.ahead != "later"
             ),
             shared_rows=plan.shared_rows,
+            is_served_by_card=plan.card is not None,
         )
 
     @property

@@ -194,4 +194,5 @@ def _model_executor_factory(
         whole_layers=whole_layers,
         ring_bytes=limits.ring_bytes,
         prefetching=limits.prefetching,
+        is_served_by_card=limits.is_served_by_card,
     )

@@ -105,7 +105,8 @@ class CudaRunner(ModelRunner):
             with device_errors():
                 shards = _mapped_shards(plan, file, spec)
                 # Whether the first token comes before the lock of the file, beside which every call waits.
-                self._steps.is_put_off = is_early and lock is None and spec.is_moe and bool(shards)
+                has_late_lock = is_early and lock is None and spec.is_moe and bool(shards)
+                self._steps.is_put_off = has_late_lock and plan.card is None
                 self._lock = lock or FileLock(file, shards, is_late=self._steps.is_put_off)
                 self._begin_rest = self._lock.begin
                 with ThreadPoolExecutor(1) as beside:
@@ -147,6 +148,8 @@ class CudaRunner(ModelRunner):
         self._loaded.ops.finish_loading(progress)
         if self._partial:
             self._partial.attach(self._loaded.ops.model_executor)
+            if self._partial_experts:
+                self._partial_experts.load_card(progress)
             if not self._steps.is_put_off:
                 self._connect(self._partial)
         self.file.check_unchanged()  # or the copied weights may be of two versions
