@@ -12,7 +12,7 @@ from bench.report.gpu_mixes import over_llama_cpp
 from bench.report.gpu_types import CASES as GPU_CASES
 from bench.report.gpu_types import ROWS as GPU_ROWS
 from bench.report.gpu_types import cells
-from bench.report.partial import decode_tok_s, tiers
+from bench.report.partial import decode_tok_s, peer_of_tiers, tiers
 from bench.report.peer_figures import nearest, peer_figures
 from bench.report.tables import has, load, table
 
@@ -131,9 +131,8 @@ def _partial() -> Iterator[Aim]:
         yield Aim(what, most, statistics.median(seconds), source, 1, is_most=True, why=START)
     found = tiers()
     for gib in (10, 14, 18):
-        (peer,) = load(f"gpu/three_tiers_peer_{gib}")["placements"]
         run, name = found[gib]
-        ratio = run["tok_s"] / decode_tok_s(peer)
+        ratio = run["tok_s"] / decode_tok_s(peer_of_tiers(gib))
         what = f"decoding, 4 GiB of VRAM and {gib} of RAM, over llama.cpp"
         yield Aim(what, 3, ratio, f"{name}.json", 1, "×", why=TIERS)
 

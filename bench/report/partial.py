@@ -58,12 +58,19 @@ def _prompts(placement: dict[str, Any]) -> str:
 
 
 TIERS = ("gpu/three_tiers", "gpu/three_tiers_18")  # the later one's budgets count
+TIERS_PEER = "gpu/three_tiers_peer_{}"  # by GiB of RAM
 
 
 def tiers() -> dict[int, tuple[dict[str, Any], str]]:
     """Runs with less RAM than the file has bytes, by GiB, and the results that they are of."""
     found = {int(ram) // GIB: (each, name) for name in TIERS for ram, each in load(name)["budgets"].items()}
     return dict(sorted(found.items(), reverse=True))
+
+
+def peer_of_tiers(gib: int) -> dict[str, Any]:
+    """llama.cpp with so much RAM, at the fastest of its placements."""
+    placements: list[dict[str, Any]] = load(TIERS_PEER.format(gib))["placements"]
+    return max(placements, key=decode_tok_s)
 
 
 def gpu_three_tiers() -> str:
@@ -81,10 +88,9 @@ def gpu_three_tiers() -> str:
     ]
     rows = [[*_tier(r["mapped"], "all, mapped", "", None), r["commit"]]]
     for gib, (found, source) in tiers().items():
-        name = f"gpu/three_tiers_peer_{gib}"
-        peer = load(name)["placements"] if has(name) else []
+        peer = peer_of_tiers(gib) if has(TIERS_PEER.format(gib)) else None
         share = max(found["memory"].values()) / (gib * GIB)
-        rows.append([*_tier(found, f"{gib} GiB", f"{share:.0%}", peer[0] if peer else None)])
+        rows.append([*_tier(found, f"{gib} GiB", f"{share:.0%}", peer)])
         rows[-1].append(load(source)["commit"])
     note = (
         f"{r['vram_bytes'] / GIB:.0f} GiB of the GPU's memory, a file of {r['file_bytes'] / 1e9:.0f} GB, a "
