@@ -51,6 +51,7 @@ from coldstream.planning.planned import Planned
 GIB = 2**30
 KV_TYPE = "f16"
 DECODE = "decode"
+ASSUMED_CALL_S = 2e-5  # of mixers that were measured without it
 Row = dict[str, Any]
 
 
@@ -125,7 +126,7 @@ def rates_of(row: Row) -> Rates:
     names = {each.name for each in fields(Rates)}
     found = {name: _as_tuple(value) for name, value in row["rates"].items() if name in names}
     if "mixers" in found:
-        found["mixers"] = MixerRates.parsed(found["mixers"])
+        found["mixers"] = MixerRates.parsed({"call_s": ASSUMED_CALL_S} | found["mixers"])
     if row.get("steps"):
         steps = steps_of(row["steps"], found["num_cores"])
         found["shares"] = KernelShares.of(

@@ -79,7 +79,7 @@ def machine_rates(clock: Clock, hardware: Hardware) -> Hardware:
     products = clock.timed("products of types", lambda: measure_product_rates(threads))
     row = RowProduct(threads, codes)
     row_rate = clock.timed("a row of weights in RAM", row.bytes_per_s)
-    mixers = clock.timed("what is between products", lambda: measure_mixer_rates(threads, row.run))
+    mixers = clock.timed("what is between products", lambda: measure_mixer_rates(threads, row.run, codes))
     handshake_s = clock.timed("handshake", lambda: min(measure_handshake(threads) for _ in range(3)))
     experts = clock.timed("experts", lambda: measure_expert_rates(threads, codes))
     steps = [

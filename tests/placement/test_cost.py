@@ -43,7 +43,7 @@ H200 = Rates(
     handshake_s=6e-6,
     disk_bytes_per_s=2e9,
 )
-MIXERS = MixerRates(2e-6, 6e9, 6e10, 3e10, 1e10, 2e10)
+MIXERS = MixerRates(2e-6, 2e-5, 6e9, 6e10, 3e10, 1e10, 2e10)
 FIXED = FixedPart(16384, "f16", 8192, FULL_SIZES.dense_bytes, GIB // 2, GIB)
 MEASURED_PREFILL = {168: 8179, 512: 16036, 2048: 25690, 8192: 27719}  # streaming_shared.json
 

@@ -15,6 +15,7 @@ from coldstream.kernels.linear.cpu_rates import PRODUCT_ROWS
 from coldstream.kernels.mixer_rates import MixerRates
 from coldstream.placement.cost import (
     CPU_LAYER_OPS,
+    CPU_STEP_CALLS,
     DENSE_LAUNCHES,
     EXPERT_LAUNCHES,
     ROW_BUS_BYTES,
@@ -65,8 +66,12 @@ def rates_with(**per_s: float) -> Rates:
 
 def decode(model: ModelSizes, rates: Rates) -> float:
     """Seconds of a token's weights, all in RAM."""
-    between = LAYERS * CPU_LAYER_OPS * rates.mixer_rates.op_s
-    return decode_seconds_on_cpu(model, rates, (1.0,) * LAYERS) - between
+    return decode_seconds_on_cpu(model, rates, (1.0,) * LAYERS) - between(rates.mixer_rates)
+
+
+def between(mixers: MixerRates) -> float:
+    """Seconds of a token's operations beside their bytes, one of them the head's, and of Python."""
+    return (LAYERS * CPU_LAYER_OPS + 1) * mixers.op_s + CPU_STEP_CALLS * mixers.call_s
 
 
 def test_a_small_type_with_many_instructions_is_as_slow_as_they_are() -> None:
@@ -258,8 +263,8 @@ def test_weights_in_ram_take_a_cpu_what_products_were_measured_to_reach(share: f
     assert seconds[0] / seconds[1] == pytest.approx(CPU_SHARE / share, rel=1e-3)
 
 
-MIXERS = MixerRates(2e-6, 6e9, 6e10, 3e10, 1e10, 2e10)
-FREE = MixerRates(1e-30, *(1e30,) * 5)
+MIXERS = MixerRates(2e-6, 2e-5, 6e9, 6e10, 3e10, 1e10, 2e10)
+FREE = MixerRates(1e-30, 1e-30, *(1e30,) * 5)
 BETWEEN = replace(
     model_of(QuantType.Q8_0, QuantType.Q4_K),
     kv_token_bytes=1000,
@@ -279,7 +284,7 @@ def test_a_text_on_a_cpu_takes_time_for_its_keys_and_for_the_heads_that_meet_the
 
     keys, elements = (1000 + 100) / 2 * 1000, 1000.5 * 256 + 100 * 256
     expected = keys / MIXERS.cached_bytes_per_s + elements / MIXERS.row_pairs_per_s
-    expected += LAYERS * CPU_LAYER_OPS * MIXERS.op_s
+    expected += between(MIXERS)
     assert seconds(MIXERS, 1000) - seconds(FREE, 1000) == pytest.approx(expected, rel=1e-2)
 
 

@@ -40,7 +40,7 @@ MACHINE = replace(
     measured_at="2026-01-02 03:04 UTC",
     product_values_per_s=PRODUCTS,
     row_bytes_per_s=4e10,
-    mixers=MixerRates(2e-6, 6e9, 6e10, 3e10, 1e10, 1e10),
+    mixers=MixerRates(2e-6, 2e-5, 6e9, 6e10, 3e10, 1e10, 1e10),
     conditions=Conditions(8, 4.5, None, 0.3, 0.4, 2),
 )
 

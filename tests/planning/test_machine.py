@@ -199,13 +199,13 @@ class MeasuredGpu:
         self.handshakes = itertools.repeat(7e-6)
         self.expert_rates = tuple(rate * 1e9 for rate in range(8, 1, -1))
         self.product_rates = tuple((4e9, 5e9, 6e9) for _ in QuantType)
-        self.row_rate, self.mixers = 4e10, MixerRates(4e-6, 1e10, 2e10, 3e10, 4e10, 5e10)
+        self.row_rate, self.mixers = 4e10, MixerRates(4e-6, 4e-5, 1e10, 2e10, 3e10, 4e10, 5e10)
         self.steps = StepRates(2e-6, 5e11, 2e10, 1.5e10, 1.6e10, 4e-6, 3e10, 2.5e10, 2e-5, 1e14)
         self.num_measured = self.num_steps_measured = 0
         monkeypatch.setattr(machine, "measure_product_rates", lambda threads: self.product_rates)
         row = SimpleNamespace(bytes_per_s=lambda: self.row_rate, run=lambda: None)
         monkeypatch.setattr(machine, "RowProduct", lambda threads, codes: row)
-        monkeypatch.setattr(machine, "measure_mixer_rates", lambda threads, read_weights: self.mixers)
+        monkeypatch.setattr(machine, "measure_mixer_rates", lambda threads, read_weights, codes: self.mixers)
         monkeypatch.setattr(machine, "read_windows", lambda threads, memory: [*self.windows])
         monkeypatch.setattr(machine, "measure_copy_bandwidth", self.measure_copy)
         monkeypatch.setattr(link, "measure_products", lambda: self.products)
@@ -269,12 +269,12 @@ def test_a_run_on_a_gpu_far_faster_than_its_rates_has_it_measured_again(
     measured.handshakes = itertools.repeat(8e-6)
     measured.expert_rates = (9e9, 6e9, *measured.expert_rates[2:])
     measured.product_rates, measured.row_rate = ((5e9, 4e9, 7e9), *measured.product_rates[1:]), 3e10
-    measured.mixers = MixerRates(3e-6, 9e9, 3e10, 2e10, 5e10, 4e10)
+    measured.mixers = MixerRates(3e-6, 3e-5, 9e9, 3e10, 2e10, 5e10, 4e10)
     assert reconsider_rates(here, of_vram(4e12), path)
     better = measured_hardware(GPU, path=path)
     assert better.product_values_per_s == ((5e9, 5e9, 7e9), *measured.product_rates[1:])
     assert better.row_bytes_per_s == 4e10
-    assert better.mixers == MixerRates(3e-6, 1e10, 3e10, 3e10, 5e10, 5e10)
+    assert better.mixers == MixerRates(3e-6, 3e-5, 1e10, 3e10, 3e10, 5e10, 5e10)
     gpu = better.gpu
     assert gpu is not None
     assert (gpu.copy_bytes_per_s, gpu.product_ops_per_s, gpu.link_bytes_per_s) == (3e12, 2e14, 2.5e10)

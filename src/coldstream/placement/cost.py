@@ -36,6 +36,8 @@ DISK_WAIT_S: Final = 4.5e-4  # per layer that misses: waking readers, and the di
 # Operations of a layer on a CPU that all threads begin and end together: the mixer, what is before and behind
 # it, the router, the experts, and three of the shared expert.
 CPU_LAYER_OPS: Final = 8
+# Python between two steps of a CPU, in calls of an operation: what chooses a token, and says what is next.
+CPU_STEP_CALLS: Final = 18
 # Bytes a second of MEASURED_TYPE that kernels of one row ask for over the bus, unless more were measured.
 # They ask as fast as they multiply, so that types of more instructions, and of fewer bytes, leave some of it.
 ROW_BUS_BYTES: Final = 4.4e10
@@ -273,7 +275,8 @@ def decode_seconds_on_cpu(
     seconds += model.attention_elements(context, 1) / mixers.row_pairs_per_s
     seconds += 2 * model.state_bytes / rates.ram_bytes_per_s
     seconds += _weights_seconds(model.dense_token_bytes, model.dense_products, rates)
-    seconds += model.num_layers * CPU_LAYER_OPS * mixers.op_s
+    seconds += (model.num_layers * CPU_LAYER_OPS + 1) * mixers.op_s  # one of the head
+    seconds += CPU_STEP_CALLS * mixers.call_s
     for layer, (size, hit_rate) in enumerate(zip(model.expert_bytes, hit_rates, strict=True)):
         chosen = model.num_experts_per_tok
         computed = chosen * _weights_seconds(size, model.products_of_expert(layer), rates)

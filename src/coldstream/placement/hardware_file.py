@@ -24,7 +24,7 @@ from coldstream.placement.kept_json import NoFileError, read_json, store_json
 
 RATES_FILE: Final = "hardware.json"
 DATE_FORMAT: Final = "%Y-%m-%d %H:%M UTC"  # of `Hardware.measured_at`
-_VERSION: Final = 10
+_VERSION: Final = 11
 _MAX_BYTES: Final = 1 << 16
 _OPTIONAL: Final = (
     "handshake_s",

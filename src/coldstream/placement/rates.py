@@ -28,6 +28,7 @@ _GENERIC_CORE: Final = (5.8e9, 4e8)
 # What one core does between products, where nobody measured it: an EPYC with AVX-512.
 _MIXERS_OF_CORE: Final = MixerRates(
     op_s=2e-6,
+    call_s=2e-5,
     cached_bytes_per_s=6e9,
     row_pairs_per_s=6e10,
     pairs_per_s=2.8e10,

@@ -308,7 +308,7 @@ def measure_rates(hardware: Hardware, progress: Progress | None = None) -> Hardw
     else:  # the same readers, beside the bus and without it
         gpu, windows = _measured_gpu(hardware, hardware.gpu, codes, report)
     products, row = measure_product_rates(threads), RowProduct(threads, codes)
-    row_rate, mixers = row.bytes_per_s(), measure_mixer_rates(threads, row.run)
+    row_rate, mixers = row.bytes_per_s(), measure_mixer_rates(threads, row.run, codes)
     conditions = watch.conditions(windows)
     return replace(
         hardware,

@@ -21,7 +21,7 @@ from coldstream.placement.hardware import Hardware
 from coldstream.placement.prompt_cost import prefill_seconds_on_cpu
 from coldstream.placement.rates import Rates
 
-MIXERS = MixerRates(2e-6, 6e9, 6e10, 3e10, 1e10, 2e10)
+MIXERS = MixerRates(2e-6, 2e-5, 6e9, 6e10, 3e10, 1e10, 2e10)
 RATES = Rates.of(replace(Hardware.measure(), read_bytes_per_s=4e10, mixers=MIXERS))
 
 WORDS = "--models demo --prompts 24 --depths 0,16 --repetitions 1 --commit c0ffee"
