@@ -10,6 +10,7 @@ import pytest
 
 from builders import SMALL, make_model, write_gguf, write_model
 from coldstream.assets import demo_model_path
+from dflash_cases import CASES, random_tensors, spec_of, write_converted, write_gguf_drafter
 from sidecar_files import make_whole, write_split
 
 Run = Callable[..., tuple[int, str, str]]
@@ -98,6 +99,36 @@ def test_a_sidecar_is_shown_as_what_it_is(run: Run, tmp_path: Path, shares: bool
     assert ("shares that model's embedding and head" in out) == shares
     shown = json.loads(run("show", path, "--json")[1])
     assert (shown["spec"], shown["sidecar_blocks"]) == (None, [4])
+
+
+@pytest.mark.parametrize("name", ["mixed", "second", "gpt-oss"])
+def test_a_dflash_drafter_is_shown_as_what_it_is(run: Run, tmp_path: Path, name: str) -> None:
+    values = CASES[name]
+    path = write_converted(tmp_path / "drafter", values, random_tensors(spec_of(values)))
+    code, out, _ = run("show", str(path))
+    assert code == 0
+    found = " ".join(out.split())
+    layers = {
+        "mixed": "DFlash layers 1 attention and 2 attention in a window of 9 reads",
+        "second": "DFlash 2 layers 3 attention in a window of 9 reads",
+        "gpt-oss": "DFlash layers 3 attention, with biases reads",
+    }
+    assert f"architecture {layers[name]}" in found
+    assert "reads residual streams after layers 1, 3, 6 of a model of 8 layers hidden size 64" in found
+    assert "holds a drafter of 7 tokens at once, for that model's --model-draft" in found
+    problem = "is a DFlash drafter: open the model that it drafts for, with this file as --model-draft"
+    assert problem in found
+    assert problem in json.loads(run("show", str(path), "--json")[1])["problem"]
+    assert problem in run("plan", str(path))[2]
+
+
+def test_a_drafter_that_cannot_draft_is_shown_with_the_reason(run: Run, tmp_path: Path) -> None:
+    spec = spec_of(CASES["full"])
+    tensors = random_tensors(spec)
+    path = write_gguf_drafter(tmp_path / "d.gguf", spec, tensors | {"markov_w1.weight": tensors["fc.weight"]})
+    code, out, _ = run("show", str(path))
+    assert code == 0
+    assert re.search(r"^cannot draft .*a DSpark head, which is not supported", out, re.MULTILINE)
 
 
 def test_names_from_the_file_cannot_drive_the_terminal(run: Run, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,9 +14,11 @@ from coldstream.cli.model_argument import complete_model, model_or_bundled
 from coldstream.cli.options import common_options, engine_config
 from coldstream.cli.tables import print_pairs, print_table
 from coldstream.cli.terminal import ProgressLine, format_bytes, format_count, note, visible
-from coldstream.errors import UnsupportedError
+from coldstream.errors import ModelFormatError, UnsupportedError
 from coldstream.gguf.hub import resolve_model
 from coldstream.gguf.reader import GGUFFile, TensorInfo
+from coldstream.models.dflash.file import DflashFile
+from coldstream.models.dflash.metadata import ARCHITECTURES as DFLASH_ARCHITECTURES
 from coldstream.models.footprint import active_parameters, bytes_per_token, num_parameters
 from coldstream.models.mtp.sidecar import sidecar_blocks
 from coldstream.models.read_spec import read_spec
@@ -72,18 +74,14 @@ def _summary(file: GGUFFile, spec: ModelSpec | None, problem: str) -> dict[str, 
         "parameters": format_count(num_parameters(file.tensors.values())),
     }
     if spec is None:
-        return facts | _part_of_a_model(file) | {"cannot run": problem}
-    windows = Counter(each.window for each in spec.attentions)
-    counts = {
-        "attention": windows.pop(None, 0),
-        **{f"attention in a window of {window}": count for window, count in windows.items()},
-        "gated DeltaNet": spec.layer_kinds.count("delta_net"),
-    }
+        return facts | _part_of_a_model(file) | _drafter(file) | {"cannot run": problem}
+    counts = _by_window(each.window for each in spec.attentions)
+    counts |= {"gated DeltaNet": spec.layer_kinds.count("delta_net")}
     facts |= {
         "active": f"{format_count(active_parameters(spec, file.tensors))} parameters and "
         f"{format_bytes(bytes_per_token(spec, file.tensors))} of weights a token",
         "architecture": spec.architecture,
-        "layers": " and ".join(f"{count} {mixer}" for mixer, count in counts.items() if count)
+        "layers": _joined(counts)
         + (f"; {spec.num_nextn_layers} for multi-token prediction" if spec.num_nextn_layers else ""),
         "hidden size": str(spec.hidden_size),
         "vocabulary": str(spec.vocab_size),
@@ -97,6 +95,17 @@ def _summary(file: GGUFFile, spec: ModelSpec | None, problem: str) -> dict[str, 
     return facts
 
 
+def _by_window(windows: Iterable[int | None]) -> dict[str, int]:
+    """Layers of attention by what they see."""
+    counts = Counter(windows)
+    of_all = {"attention": counts.pop(None, 0)}
+    return of_all | {f"attention in a window of {window}": count for window, count in counts.items()}
+
+
+def _joined(counts: Mapping[str, int]) -> str:
+    return " and ".join(f"{count} {mixer}" for mixer, count in counts.items() if count)
+
+
 def _part_of_a_model(file: GGUFFile) -> dict[str, str]:
     """What a sidecar is and what it is for; nothing of any other file."""
     blocks = sidecar_blocks(file)
@@ -108,6 +117,28 @@ def _part_of_a_model(file: GGUFFile) -> dict[str, str]:
         "layers": f"none but block {', '.join(map(str, blocks))}, for multi-token prediction (MTP)",
         "holds": f"a sidecar, which drafts for a model of {blocks[0]} layers as its --model-draft"
         + (", and shares that model's embedding and head" if shares else ""),
+    }
+
+
+def _drafter(file: GGUFFile) -> dict[str, str]:
+    """What a DFlash drafter is and what it is for, or why it cannot draft; nothing of any other file."""
+    if file.metadata.get("general.architecture") not in DFLASH_ARCHITECTURES:
+        return {}
+    try:
+        with DflashFile.open(file.paths[0]) as drafter:
+            spec = drafter.spec
+    except ModelFormatError as error:
+        return {"cannot draft": str(error)}
+    layers = _joined(_by_window(layer.window for layer in spec.layers))
+    target = "a model" if spec.num_target_layers is None else f"a model of {spec.num_target_layers} layers"
+    aux_layers = ", ".join(map(str, spec.aux_layers))
+    return {
+        "architecture": "DFlash" if spec.second is None else "DFlash 2",
+        "layers": layers + (", with biases" if spec.has_attention_bias else ""),
+        "reads": f"residual streams after layers {aux_layers} of {target}",
+        "hidden size": str(spec.hidden_size),
+        "vocabulary": str(spec.vocab_size),
+        "holds": f"a drafter of {spec.block_size - 1} tokens at once, for that model's --model-draft",
     }
 
 

@@ -34,6 +34,8 @@ def architecture_of(keys: Metadata) -> Architecture:
         what = "a LoRA adapter: merge it into its model first"
     elif kind == "imatrix" or name == "imatrix":
         what = "an importance matrix for quantising, not a model"
+    elif "dflash" in name:
+        what = "a DFlash drafter: open the model that it drafts for, with this file as --model-draft"
     elif name not in ARCHITECTURES:
         *others, last = ARCHITECTURES
         what = f"of architecture {name!r:.60}: supported are {', '.join(others)} and {last}"
