@@ -41,6 +41,11 @@ from coldstream.kernels.persistent.cuda import (
     packed_lists,
 )
 from coldstream.kernels.persistent.program import (
+    plan,
+)
+from coldstream.kernels.persistent.shapes import (
+    ATTENTION,
+    ATTENTION_OUT,
     CONV_KERNEL,
     DELTA_OUT,
     HEAD_SIZE,
@@ -50,11 +55,12 @@ from coldstream.kernels.persistent.program import (
     SHARED,
     SHARED_GATE,
     LayerShape,
+    Part,
     Sizes,
     TokenLists,
-    plan,
 )
 from coldstream.kernels.quant_tensor import QuantTensor
+from coldstream.kernels.quantize.cuda import quantize_cuda
 from coldstream.kernels.rms_norm.cuda import add_rms_norm_cuda, rms_norm_cuda
 from coldstream.kernels.router.cuda import NormBefore, RouterBuffers, router_gemv_cuda
 
@@ -109,7 +115,7 @@ class Layer:
             stack = (sizes.experts,) if name in ROUTED else ()
             made[name] = random_blocks(matrix.quant_type, (*stack, matrix.rows, matrix.cols), generator)
         vectors = {name: 1 + 0.1 * normal(sizes.hidden) for name in ("attn_norm", "ffn_norm")}
-        if not sizes.value_heads:
+        if shape.part is not Part.DELTA_NET:
             return cls(kind, shape, made, vectors, ())
         vectors |= {
             "conv_taps": normal(sizes.channels, CONV_KERNEL),
@@ -160,7 +166,10 @@ class ByLaunches:
     """The layers by the launches of one row, with memory that all layers share."""
 
     def __init__(self, layers: Sequence[Layer], stream: torch.Tensor) -> None:
-        self.layers, self.experts = layers, [layer.experts() for layer in layers]
+        self.layers = layers
+        self.experts = [
+            None if layer.shape.part is Part.BEFORE_ATTENTION else layer.experts() for layer in layers
+        ]
         sizes, device = layers[0].shape.sizes, stream.device
 
         def empty(*counts: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -175,51 +184,70 @@ class ByLaunches:
         self.buffers = RouterBuffers(self.ids, self.weights, self.gate, empty(1, sizes.experts), arrivals)
         self.hidden = PairRows(empty(1, sizes.chosen, sizes.ffn), empty(1, sizes.ffn))
         self.outs = PairRows(empty(1, sizes.chosen, sizes.hidden), empty(1, sizes.hidden))
+        self.update, self.attended = empty(1, sizes.hidden), [empty(1, count) for count in sizes.attention]
+        self.mixed_row = empty(1, sizes.attention_width)  # what attention gave, of the first layer
         if not sizes.value_heads:
             return
         rows = (sizes.channels, sizes.values, sizes.value_heads, sizes.value_heads)
-        self.rules = [layer.rule() for layer in layers]
+        self.rules = [layer.rule() if layer.states else None for layer in layers]
         self.projected = [empty(1, count) for count in rows]
         self.mixed = empty_activations(1, sizes.values, device)
-        self.update = empty(1, sizes.hidden)
         counts = arrival_count(1, sizes.key_heads, sizes.values)
         zeros = torch.zeros(counts, dtype=torch.int32, device=device)
         self.work = DecodeWorkspace(empty(1, sizes.values), zeros)
         self.rows = Rows(*(torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2)))
 
-    def mix(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """The mixer of a layer, added to x, whose norm is there; the norm of the sum."""
-        layer, total = self.layers[index], self.totals[2]
+    def mix(self, index: int) -> None:
+        """What the mixer of a layer adds to the stream, whose norm is there."""
+        layer, rule = self.layers[index], self.rules[index]
+        assert rule is not None
         weights = [layer.weight(name) for name in PROJECTED]
         linear_skinny_cuda(weights, self.projected, activations=self.codes, x=self.normed)
         inputs = DeltaNetInputs(*self.projected, self.rows)
-        delta_net_decode_cuda(inputs, self.rules[index], *layer.states, None, self.mixed, self.work)
+        delta_net_decode_cuda(inputs, rule, *layer.states, None, self.mixed, self.work)
         linear_skinny_cuda([layer.weight(DELTA_OUT)], [self.update], activations=self.mixed)
-        norm = NormBefore(x, self.update, total, layer.vectors["ffn_norm"], EPS, self.codes)
+
+    def end_attention(self, layer: Layer) -> None:
+        """What attention adds to the stream."""
+        codes = empty_activations(1, self.mixed_row.shape[1], self.mixed_row.device)
+        quantize_cuda(self.mixed_row, codes)
+        linear_skinny_cuda([layer.weight(ATTENTION_OUT)], [self.update], activations=codes)
+
+    def route(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        """The choice of experts by the norm of x, which what a mixer gives is added to before."""
         router, gate = layer.floats(ROUTER), layer.floats(SHARED_GATE)
+        if layer.shape.part is Part.EXPERTS:
+            router_gemv_cuda(self.normed, router, gate, self.buffers)
+            return x
+        norm = NormBefore(x, self.update, self.totals[2], layer.vectors["ffn_norm"], EPS, self.codes)
         router_gemv_cuda(self.normed, router, gate, self.buffers, norm=norm)
-        return total
+        return self.totals[2]
 
     def run(self) -> torch.Tensor:
-        """The stream behind all layers."""
-        x, has_mixer = self.stream, bool(self.layers[0].states)
-        first = "attn_norm" if has_mixer else "ffn_norm"
-        rms_norm_cuda(x, self.layers[0].vectors[first], EPS, self.normed, self.codes)
+        """The stream behind all layers; in `attended` what attention reads, if the last part ends there."""
+        x = self.stream
+        firsts = ["ffn_norm" if layer.shape.part is Part.EXPERTS else "attn_norm" for layer in self.layers]
+        norms = [layer.vectors[name] for layer, name in zip(self.layers, firsts, strict=True)]
+        rms_norm_cuda(x, norms[0], EPS, self.normed, self.codes)
         for index, (layer, experts) in enumerate(zip(self.layers, self.experts, strict=True)):
-            if has_mixer:
-                x = self.mix(index, x)
-            else:
-                router, gate = layer.floats(ROUTER), layer.floats(SHARED_GATE)
-                router_gemv_cuda(self.normed, router, gate, self.buffers)
+            part = layer.shape.part
+            if part is Part.BEFORE_ATTENTION:
+                weights = [layer.weight(name) for name in ATTENTION]
+                linear_skinny_cuda(weights, self.attended, activations=self.codes, x=self.normed)
+                break
+            if part is Part.DELTA_NET:
+                self.mix(index)
+            elif part is Part.BEHIND_ATTENTION:
+                self.end_attention(layer)
+            x = self.route(layer, x)
             experts_gemv_cuda(
                 experts, self.ids, self.hidden, self.outs, activations=self.codes, x=self.normed
             )
             routing = Routing(self.ids, self.weights, self.gate)
             outputs = ExpertOutputs(self.outs.routed, self.outs.shared, routing)
-            total = self.totals[index % 2]
-            norm = self.layers[min(index + 1, len(self.layers) - 1)].vectors[first]
-            add_rms_norm_cuda(x, outputs, total, norm, EPS, self.normed, self.codes)
-            x = total
+            norm = norms[min(index + 1, len(norms) - 1)]
+            add_rms_norm_cuda(x, outputs, self.totals[index % 2], norm, EPS, self.normed, self.codes)
+            x = self.totals[index % 2]
         return x
 
 
@@ -247,11 +275,19 @@ class ByOneLaunch:
         self.memory.report[0] = 0
         self.memory.report[1] = -1
 
-    def begin(self) -> None:
+    def begin(self, mixed_row: torch.Tensor | None = None) -> None:
+        """mixed_row: what attention has given, where the first part is behind it."""
         buffers, hidden = self.lists.buffers, self.stream.shape[1]
         self.memory.activations.view(torch.int32).fill_(-1)
         self.memory.activations[buffers.stream : buffers.stream + hidden] = self.stream[0]
         self.memory.counters.zero_()
+        if mixed_row is not None:
+            self.memory.activations[buffers.mixed : buffers.mixed + mixed_row.numel()] = mixed_row[0]
+
+    def words(self, layer: int, place: int, count: int) -> torch.Tensor:
+        """Some of a layer's activations."""
+        begin = layer * self.lists.buffers.num_words + place
+        return self.memory.activations[begin : begin + count]
 
     def queue(self, signals: Signals, stamps: torch.Tensor | None = None) -> None:
         launch_token(self.lists, replace(self.memory, stamps=stamps), self.num_layers, EPS, signals)
@@ -287,9 +323,10 @@ class ByOneLaunch:
         self.clear_report()
         assert NOTHING_FAILED == (0, 0xFFFFFFFF)
         check_report(self.lists, failed, number)
-        buffers, hidden = self.lists.buffers, self.stream.shape[1]
-        begin = self.num_layers * buffers.num_words + buffers.stream
-        return self.memory.activations[begin : begin + hidden].view(1, -1)
+        hidden, ends = self.stream.shape[1], self.num_layers
+        if self.lists.kinds[-1].part is Part.BEFORE_ATTENTION:
+            ends -= 1
+        return self.words(ends, self.lists.buffers.stream, hidden).view(1, -1)
 
 
 def full_size_kinds(layers: int, *, has_mixer: bool) -> tuple[list[LayerShape], list[int]]:
@@ -303,7 +340,8 @@ def full_size_kinds(layers: int, *, has_mixer: bool) -> tuple[list[LayerShape], 
     numbers = []
     for layer in range(layers):
         types = {name: PLAIN.type_of(name, layer, shape.layers) for name in names}
-        kind = LayerShape.of(sizes, types, key_heads)
+        part = Part.DELTA_NET if has_mixer else Part.EXPERTS
+        kind = LayerShape.of(sizes, types, part, key_heads)
         if kind not in kinds:
             kinds.append(kind)
         numbers.append(kinds.index(kind))

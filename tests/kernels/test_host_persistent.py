@@ -6,16 +6,20 @@ from same_bits import assert_same_bits
 
 from bench.kernels.token_layers import ByLaunches, ByOneLaunch, Layer
 from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.persistent.check import faults_of
 from coldstream.kernels.persistent.cuda import Signals
 from coldstream.kernels.persistent.program import (
+    plan,
+)
+from coldstream.kernels.persistent.shapes import (
     DELTA_OUT,
     PROJECTED,
     ROUTED,
     SHARED,
     LayerShape,
+    Part,
     Ring,
     Sizes,
-    plan,
 )
 
 pytestmark = pytest.mark.usefixtures("host")
@@ -30,7 +34,8 @@ SIGNALS = (Signals(True, False, LIMIT_NS), Signals(True, True, LIMIT_NS), Signal
 
 def kinds_of(sizes: Sizes) -> list[LayerShape]:
     key_heads = tuple(head % sizes.key_heads for head in range(sizes.value_heads))
-    return [LayerShape.of(sizes, dict(zip(NAMES, types, strict=True)), key_heads) for types in TYPES]
+    part = Part.DELTA_NET if sizes.value_heads else Part.EXPERTS
+    return [LayerShape.of(sizes, dict(zip(NAMES, types, strict=True)), part, key_heads) for types in TYPES]
 
 
 @pytest.mark.parametrize("signals", SIGNALS)
@@ -81,3 +86,34 @@ def test_numbers_that_are_none_do_not_stop_a_launch() -> None:
     launch.begin()
     launch.queue(SIGNALS[0])
     assert launch.result().isnan().all()
+
+
+@pytest.mark.parametrize("signals", [SIGNALS[0], SIGNALS[2]])
+def test_what_is_between_two_attentions_has_the_bits_of_launches(signals: Signals) -> None:
+    """The end of a layer with attention, a gated DeltaNet, and the projections of the next attention."""
+    generator = torch.Generator().manual_seed(3)
+    sizes = Sizes(512, 256, 24, 3, 2, 4, attention=(1024, 128, 128), attention_width=768)
+    types = dict(zip(NAMES, TYPES[1], strict=True)) | {
+        "attn_q": Q4,
+        "attn_k": Q5,
+        "attn_v": Q6,
+        "attn_output": Q5,
+    }
+    parts = (Part.BEHIND_ATTENTION, Part.DELTA_NET, Part.BEFORE_ATTENTION)
+    kinds = [LayerShape.of(sizes, types, part, (0, 1, 0, 1)) for part in parts]
+    layers = [Layer.random(number, kind, generator) for number, kind in enumerate(kinds)]
+    stream, mixed = torch.randn(1, 512, generator=generator), torch.randn(1, 768, generator=generator)
+    launches = ByLaunches([layer.copied() for layer in layers], stream)
+    launches.mixed_row.copy_(mixed)
+    want = launches.run()
+    lists = plan(kinds, 6, RINGS)
+    assert faults_of(lists, layers=3, by_words=signals.by_words) == []
+    launch = ByOneLaunch(layers, lists, stream)
+    launch.begin(mixed)
+    launch.queue(signals)
+    assert_same_bits(launch.result(), want)
+    begin = lists.buffers.projected
+    for want_rows in launches.attended:
+        count = want_rows.numel()
+        assert_same_bits(launch.words(2, begin, count), want_rows[0])
+        begin += count

@@ -8,6 +8,10 @@ from bench.kernels.token_layers import full_size_kinds
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.persistent.check import faults_of
 from coldstream.kernels.persistent.program import (
+    describe,
+    plan,
+)
+from coldstream.kernels.persistent.shapes import (
     DELTA_OUT,
     NO_COUNTER,
     PROJECTED,
@@ -15,12 +19,11 @@ from coldstream.kernels.persistent.program import (
     SHARED,
     BlockProgram,
     LayerShape,
+    Part,
     ProgramError,
     Ring,
     Sizes,
     TokenLists,
-    describe,
-    plan,
 )
 
 SIZES = Sizes(512, 256, 24, 3, 2, 4)
@@ -30,7 +33,7 @@ BLOCKS = 5
 
 
 def small() -> TokenLists:
-    return plan([LayerShape.of(SIZES, TYPES, (0, 1, 0, 1))], BLOCKS, RINGS)
+    return plan([LayerShape.of(SIZES, TYPES, Part.DELTA_NET, (0, 1, 0, 1))], BLOCKS, RINGS)
 
 
 def planted(plant: Callable[[BlockProgram], None], *, by_words: bool, block: int = 2) -> list[str]:
@@ -133,12 +136,16 @@ def test_what_does_not_fit_is_refused(changes: dict[str, int], message: str) -> 
     if changes.get("value_heads") is None:
         types = TYPES
     with pytest.raises(ProgramError, match=message):
-        plan([LayerShape.of(sizes, types, (0, 1, 0, 1))], BLOCKS, RINGS)
+        plan([LayerShape.of(sizes, types, Part.DELTA_NET, (0, 1, 0, 1))], BLOCKS, RINGS)
 
 
 def test_a_type_without_a_product_here_is_refused() -> None:
     with pytest.raises(ProgramError, match="ssm_out in Q8_0"):
-        plan([LayerShape.of(SIZES, {**TYPES, DELTA_OUT: QuantType.Q8_0}, (0, 1, 0, 1))], BLOCKS, RINGS)
+        plan(
+            [LayerShape.of(SIZES, {**TYPES, DELTA_OUT: QuantType.Q8_0}, Part.DELTA_NET, (0, 1, 0, 1))],
+            BLOCKS,
+            RINGS,
+        )
 
 
 def test_a_list_is_printed_by_step() -> None:

@@ -4,7 +4,7 @@
 wait for each other. It must know what each step of `token.cu` reads and writes.
 """
 
-from coldstream.kernels.persistent.program import (
+from coldstream.kernels.persistent.shapes import (
     HEAD_SIZE,
     LOADS,
     MAX_RINGS,
@@ -12,6 +12,7 @@ from coldstream.kernels.persistent.program import (
     OPS,
     STATE_COLUMNS,
     BlockProgram,
+    Part,
     Piece,
     Step,
     TokenLists,
@@ -22,7 +23,7 @@ ROLES = ["consumers", *(f"producer of ring {ring}" for ring in range(MAX_RINGS))
 PRODUCTS, ADD, MIX, GATE_UP, DOWN = (
     OPS.index(f"op_{op}") for op in ("products", "add", "mix", "gate_up", "down")
 )
-NORM, MIXED, HIDDEN = (LOADS.index(f"load_{load}") for load in ("norm", "mixed", "hidden"))
+NORM, MIXED, ROW, HIDDEN = (LOADS.index(f"load_{load}") for load in ("norm", "mixed", "row", "hidden"))
 PIECES_OF_A_HEAD = HEAD_SIZE // STATE_COLUMNS
 
 
@@ -31,6 +32,7 @@ class Check:
 
     def __init__(self, lists: TokenLists, layers: int, *, by_words: bool) -> None:
         self.lists, self.layers, self.by_words = lists, layers, by_words
+        parts = [kind.part for kind in lists.kinds]
         blocks, self.sizes = lists.num_blocks, lists.kinds[0].sizes
         self.names = [f"block {block}'s {role}" for block in range(blocks) for role in ROLES]
         counters = [
@@ -44,6 +46,8 @@ class Check:
         self.choices = Memory(blocks, count, 1)  # of experts, in each block's shared memory
         self.full, self.empty = ([[Queue() for _ in range(MAX_RINGS)] for _ in range(blocks)] for _ in "fe")
         self.words.is_there_from_the_begin(lists.buffers.stream, self.sizes.hidden)
+        if parts[0] is Part.BEHIND_ATTENTION:
+            self.words.is_there_from_the_begin(lists.buffers.mixed, self.sizes.attention_width)
         for memory in (self.states, self.keys):
             memory.is_there_from_the_begin(0, memory.size)
 
@@ -145,6 +149,9 @@ class Check:
             if step.keeps_key:
                 place = layer * sizes.key_heads + step.key_head
                 self.sim.write(stream, self.keys, place, 1, "a key head's inputs")
+        elif step.load == ROW:
+            yield from self._take(stream, layer, step.source, sizes.attention_width, what)
+            yield from self._take(stream, layer, self.lists.buffers.stream, sizes.hidden, "the stream")
         elif step.load == HIDDEN:
             yield from self._take(stream, layer, step.source, (sizes.chosen + 1) * sizes.ffn, what)
 
@@ -189,6 +196,7 @@ def faults_of(lists: TokenLists, layers: int = 2, *, by_words: bool) -> list[str
     check = Check(lists, layers, by_words=by_words)
     found = check.run()
     expected = check._at(layers, lists.buffers.stream)
-    if not found and (check.words.writers[expected : expected + check.sizes.hidden] < 0).any():
+    ends = lists.kinds[(layers - 1) % len(lists.kinds)].part is not Part.BEFORE_ATTENTION
+    if not found and ends and (check.words.writers[expected : expected + check.sizes.hidden] < 0).any():
         found.append("rows of the stream behind the last layer are written by nobody")
     return found

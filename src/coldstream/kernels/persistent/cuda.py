@@ -12,10 +12,10 @@ from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.skinny_shapes import instance_for
 from coldstream.kernels.cuda.structs import declared_in
-from coldstream.kernels.persistent.program import (
+from coldstream.kernels.persistent.shapes import (
     CONSUMER_WARPS,
-    MATRICES,
     MAX_RINGS,
+    PLACES,
     TYPES,
     VECTORS,
     BlockLists,
@@ -71,7 +71,7 @@ class Signals:
 
 @dataclass(frozen=True)
 class LayerArrays:
-    """A layer's weights on the device. matrices: by the names of `MATRICES`, experts' as whole stacks."""
+    """Weights of a part of a layer on the device. matrices: by their names, experts' as whole stacks."""
 
     kind: int
     matrices: Mapping[str, DeviceArray]
@@ -118,9 +118,8 @@ def packed_layers(layers: Sequence[LayerArrays]) -> bytes:
         made = LayerWeights(kind=layer.kind)
         if layer.state is not None and layer.conv_state is not None:
             made.conv_state, made.state = layer.conv_state.data_ptr(), layer.state.data_ptr()
-        for number, name in enumerate(MATRICES):
-            if name in layer.matrices:
-                made.matrices[number] = layer.matrices[name].data_ptr()
+        for name, matrix in layer.matrices.items():
+            made.matrices[PLACES[name]] = matrix.data_ptr()
         for number, name in enumerate(VECTORS):
             if name in layer.vectors:
                 made.vectors[number] = layer.vectors[name].data_ptr()
@@ -154,16 +153,18 @@ def launch_token(
     num_layers: int,
     eps: float,
     signals: Signals,
+    first_layer: int = 0,
 ) -> None:
     """Queues all layers over the stream in `memory.activations`, whose other words are unwritten.
 
-    Counters have been set to 0.
+    Counters have been set to 0. first_layer: whose activations are those of the launch's first one.
     """
     sizes = lists.kinds[0].sizes
     steps, pieces, heads, shapes = (each.data_ptr() for each in memory.lists)
+    activations = memory.activations.data_ptr() + 4 * first_layer * lists.buffers.num_words
     program = TokenProgram(
         steps=steps, pieces=pieces, lists=heads, shapes=shapes, layers=memory.layers.data_ptr(),
-        activations=memory.activations.data_ptr(), report=memory.report.data_ptr(),
+        activations=activations, report=memory.report.data_ptr(),
         stamps=None if memory.stamps is None else memory.stamps.data_ptr(), num_slots=lists.num_slots,
         num_layers=num_layers,
         num_kinds=len(lists.kinds), num_shapes=len(lists.shapes), hidden=sizes.hidden, ffn=sizes.ffn,

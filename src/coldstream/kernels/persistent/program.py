@@ -5,12 +5,8 @@ Lists are data: `describe` prints a block's, `check.py` proves that they end and
 and the kernel runs from them. Layers of a kind share their lists.
 """
 
-import ctypes
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
-from coldstream.errors import ColdstreamError
-from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.skinny_shapes import (
     BANK_BYTES,
     COPY_BYTES,
@@ -21,239 +17,40 @@ from coldstream.kernels.cuda.skinny_shapes import (
     MatrixShape,
     matrix_shape,
 )
-from coldstream.kernels.cuda.structs import declared_in
-
-NO_COUNTER, MAX_RINGS, MAX_STAGES = -1000000, 3, 16  # as in streams.cuh
-OPS = ("op_products", "op_add", "op_mix", "op_gate_up", "op_down")  # as the enumerations of token.cuh
-LOADS = ("load_nothing", "load_norm", "load_mixed", "load_hidden")
-VECTORS = ("attn_norm", "ffn_norm", "conv_taps", "ssm_a", "ssm_dt_bias", "ssm_norm")
-TYPES = frozenset({QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.F32})
-GROUP, ROW_BYTES_OF_GROUP = 256, 288
-MOST_DOWN_ROWS, MOST_HIDDEN, MOST_FFN, MOST_CHOSEN, MOST_EXPERTS = 64, 4096, 1024, 8, 256
-ROUTER, SHARED_GATE = "ffn_gate_inp", "ffn_gate_inp_shexp"
-ROUTED = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
-SHARED = ("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp")
-PROJECTED, DELTA_OUT = ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta"), "ssm_out"
-MATRICES = (*PROJECTED, DELTA_OUT, ROUTER, SHARED_GATE, *ROUTED, *SHARED)  # as in `LayerWeights`
-HEAD_SIZE, CONV_KERNEL, STATE_COLUMNS = 128, 4, 32
-CONSUMER_WARPS = 8  # of a block, unless a plan says otherwise
-
-
-class ProgramError(ColdstreamError, ValueError):
-    """Layers, blocks or rings that the kernel of one launch a token does not take."""
-
-
-@declared_in("persistent/token.cuh")
-class RowPlaces(ctypes.Structure):
-    """What a block keeps behind its rings."""
-
-
-@declared_in("persistent/token.cuh")
-class Step(ctypes.Structure):
-    """One phase of a block."""
-
-
-@declared_in("persistent/token.cuh")
-class Piece(ctypes.Structure):
-    """What a stage of a ring holds."""
-
-
-@declared_in("persistent/token.cuh")
-class BlockLists(ctypes.Structure):
-    """Where a block's lists for a kind of layer begin."""
-
-
-@dataclass(frozen=True)
-class Ring:
-    """Stages in shared memory that one producer fills in order."""
-
-    stages: int
-    stage_bytes: int
-
-
-# Of weights that are known long before, of static ones behind them, and of chosen experts.
-RINGS = (Ring(4, 17 * 1024), Ring(2, 18 * 1024), Ring(4, 18 * 1024))
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """Rows of weights; of an expert's, where there are several."""
-
-    quant_type: QuantType
-    rows: int
-    cols: int
-
-    @property
-    def row_bytes(self) -> int:
-        """Of weights in the file's own layout."""
-        return self.quant_type.row_bytes(self.cols)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Of a layer. Without value heads it has no mixer."""
-
-    hidden: int
-    ffn: int
-    experts: int
-    chosen: int
-    key_heads: int = 0
-    value_heads: int = 0
-
-    @property
-    def values(self) -> int:
-        return self.value_heads * HEAD_SIZE
-
-    @property
-    def channels(self) -> int:
-        """Of queries, keys and values."""
-        return 2 * self.key_heads * HEAD_SIZE + self.values
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """A mixture of experts with a shared one, behind a gated DeltaNet. matrices: by the names of `MATRICES`.
-
-    key_head_ids: of each value head.
-    """
-
-    sizes: Sizes
-    matrices: Mapping[str, Matrix]
-    key_head_ids: tuple[int, ...] = ()
-
-    @classmethod
-    def of(
-        cls, sizes: Sizes, types: Mapping[str, QuantType], key_head_ids: tuple[int, ...] = ()
-    ) -> "LayerShape":
-        """types: of all matrices but the router's."""
-        hidden, ffn = sizes.hidden, sizes.ffn
-        shapes = {ROUTER: (sizes.experts, hidden), SHARED_GATE: (1, hidden)}
-        for names in (ROUTED, SHARED):
-            shapes |= dict(zip(names, ((ffn, hidden), (ffn, hidden), (hidden, ffn)), strict=True))
-        if sizes.value_heads:
-            rows = (sizes.channels, sizes.values, sizes.value_heads, sizes.value_heads)
-            shapes |= {name: (count, hidden) for name, count in zip(PROJECTED, rows, strict=True)}
-            shapes[DELTA_OUT] = (hidden, sizes.values)
-        f32 = QuantType.F32
-        made = {name: Matrix(types.get(name, f32), *shape) for name, shape in shapes.items()}
-        return cls(sizes, made, key_head_ids)
-
-    def check(self) -> None:
-        """ProgramError for what the kernel does not take."""
-        limits = (
-            ("hidden size", self.sizes.hidden, MOST_HIDDEN, GROUP),
-            ("experts' width", self.sizes.ffn, MOST_FFN, GROUP),
-            ("experts", self.sizes.experts, MOST_EXPERTS, 1),
-            ("chosen experts", self.sizes.chosen, MOST_CHOSEN, 1),
-        )
-        for what, size, most, of in limits:
-            if not 0 < size <= most or size % of:
-                raise ProgramError(f"{what}: {size}, where one launch a token takes at most {most} in {of}s")
-        for name, matrix in self.matrices.items():
-            if matrix.quant_type not in TYPES:
-                taken = ", ".join(sorted(each.name for each in TYPES))
-                raise ProgramError(f"{name} in {matrix.quant_type.name}: one launch a token takes {taken}")
-
-
-@dataclass
-class BlockProgram:
-    """A block's lists for one kind of layer; pieces by ring."""
-
-    steps: list[Step] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    pieces: list[list[Piece]] = field(default_factory=lambda: [[] for _ in range(MAX_RINGS)])
-
-
-@dataclass(frozen=True)
-class Buffers:
-    """Places of a token's numbers, in words of one array."""
-
-    stream: int
-    projected: int  # queries, keys, values, z, alpha, beta
-    mixed: int
-    middle: int  # the stream behind the mixer
-    logits: int  # of all experts, and the shared one's gate
-    units: int
-    num_words: int
-
-    @classmethod
-    def of(cls, sizes: Sizes) -> "Buffers":
-        projected = sizes.channels + sizes.values + 2 * sizes.value_heads
-        counts = {
-            "stream": sizes.hidden,
-            "projected": projected,
-            "mixed": sizes.values,
-            "middle": sizes.hidden if sizes.value_heads else 0,
-            "logits": sizes.experts + 1,
-            "units": (sizes.chosen + 1) * sizes.ffn,
-        }
-        places, end = dict[str, int](), 0
-        for name, count in counts.items():
-            places[name] = end
-            end += -(-count // 64) * 64
-        return cls(**places, num_words=end)
-
-
-@dataclass(frozen=True)
-class TokenLists:
-    """Lists of all blocks. blocks: [kinds][blocks]; shapes: that pieces refer to; counters: a layer's."""
-
-    kinds: tuple[LayerShape, ...]
-    rings: tuple[Ring, ...]
-    buffers: Buffers
-    blocks: tuple[tuple[BlockProgram, ...], ...]
-    shapes: tuple[MatrixShape, ...]
-    counters: tuple[str, ...]
-    warps: int  # that compute
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.blocks[0])
-
-    @property
-    def list_bytes(self) -> int:
-        """The most that a block's lists take."""
-
-        def of(block: int) -> int:
-            lists = [kind[block] for kind in self.blocks]
-            steps = sum(len(each.steps) for each in lists)
-            pieces = sum(len(ring) for each in lists for ring in each.pieces)
-            heads = len(lists) * ctypes.sizeof(BlockLists) + len(self.shapes) * ctypes.sizeof(MatrixShape)
-            return heads + steps * ctypes.sizeof(Step) + pieces * ctypes.sizeof(Piece)
-
-        return max(map(of, range(self.num_blocks)))
-
-    @property
-    def num_slots(self) -> int:
-        """The most steps of a block in a layer."""
-        return max(len(block.steps) for kind in self.blocks for block in kind)
-
-    @property
-    def rows(self) -> RowPlaces:
-        """What a block keeps behind its rings."""
-        shape = self.kinds[0].sizes
-        rows = shape.chosen + 1
-        normed, hidden = 4 * shape.hidden, rows * (shape.ffn // GROUP) * ROW_BYTES_OF_GROUP
-        # Each warp has room for a group of floats from the normed row on, while nothing else is there.
-        outputs = max(4 * rows * MOST_DOWN_ROWS, 4 * GROUP * self.warps - normed - hidden)
-        counts = (
-            4 * shape.hidden,
-            normed,
-            hidden,
-            outputs,
-            max(shape.hidden, shape.values) // GROUP * ROW_BYTES_OF_GROUP,
-            4 * 2 * HEAD_SIZE * (CONV_KERNEL - 1) if shape.value_heads else 0,
-        )
-        places = [0]
-        for size in counts:
-            places.append(places[-1] + size)
-        return RowPlaces(*places)
-
-    @property
-    def block_bytes(self) -> int:
-        """Shared memory of a block without its layers."""
-        rings = sum(ring.stages * ring.stage_bytes for ring in self.rings)
-        return rings + int(self.rows.lists) + self.list_bytes
+from coldstream.kernels.persistent.shapes import (
+    ATTENTION,
+    ATTENTION_OUT,
+    CONSUMER_WARPS,
+    COUNTERS,
+    DELTA_OUT,
+    GROUP,
+    HEAD_SIZE,
+    LOADS,
+    MAX_RINGS,
+    MAX_STAGES,
+    MOST_DOWN_ROWS,
+    NO_COUNTER,
+    OPS,
+    PLACES,
+    PROJECTED,
+    RINGS,
+    ROUTED,
+    ROUTER,
+    SHARED,
+    SHARED_GATE,
+    STATE_COLUMNS,
+    VECTORS,
+    BlockProgram,
+    Buffers,
+    LayerShape,
+    Matrix,
+    Part,
+    Piece,
+    ProgramError,
+    Ring,
+    Step,
+    TokenLists,
+)
 
 
 def share(total: int, parts: int, index: int) -> range:
@@ -292,7 +89,6 @@ class _Planner:
         self.sizes, self.buffers = shape.sizes, Buffers.of(shape.sizes)
         self.stream = self.buffers.stream
         self.blocks = tuple(BlockProgram() for _ in range(num_blocks))
-        self.counters: list[str] = []
         self.last = -1  # the counter behind which the stream can be read
 
     def step(self, block: int, name: str, **fields: int) -> Step:
@@ -303,11 +99,6 @@ class _Planner:
         self.blocks[block].steps.append(made)
         self.blocks[block].names.append(name)
         return made
-
-    def counter(self, name: str) -> int:
-        """A counter of the layer, which every block raises."""
-        self.counters.append(name)
-        return len(self.counters) - 1
 
     def behind(self, counter: int) -> dict[str, int]:
         """Fields of what waits for a counter. −1 is the last one of the layer before."""
@@ -335,7 +126,7 @@ class _Planner:
             piece = Piece(
                 **{
                     "wait": NO_COUNTER,
-                    "matrix": MATRICES.index(name),
+                    "matrix": PLACES[name],
                     "offset": begin * matrix.row_bytes,
                     "copies": parts,
                     "copy_bytes": copied * matrix.row_bytes,
@@ -361,9 +152,9 @@ class _Planner:
 
     # ---- the phases
 
-    def project(self) -> int:
-        """The mixer's inputs: four matrices, each divided among all blocks."""
-        raised = self.counter("in")
+    def project(self, names: Sequence[str]) -> int:
+        """The mixer's inputs: some matrices, each divided among all blocks."""
+        raised = COUNTERS.index("in")
         for block in range(self.num_blocks):
             step = self.step(
                 block, "in", op=OPS.index("op_products"), load=LOADS.index("load_norm"), source=self.stream,
@@ -371,7 +162,7 @@ class _Planner:
                 **self.behind(-1), **{"raise": raised},
             )  # fmt: skip
             pieces, first = [], 0
-            for name in PROJECTED:
+            for name in names:
                 for piece in self.rows_of(name, self.own_rows(name, block), 0):
                     piece.first_row += first
                     pieces.append(piece)
@@ -381,7 +172,7 @@ class _Planner:
 
     def mix(self, wait: int) -> int:
         """The recurrence: pieces of the state in turn for the blocks, each a step."""
-        raised, owned = self.counter("mix"), range(0, self.sizes.values, STATE_COLUMNS)
+        raised, owned = COUNTERS.index("mix"), range(0, self.sizes.values, STATE_COLUMNS)
         for block in range(self.num_blocks):
             pieces = owned[block :: self.num_blocks]
             for number, column in enumerate(pieces or [0]):
@@ -400,21 +191,33 @@ class _Planner:
         head, ids = column // HEAD_SIZE, self.shape.key_head_ids
         return column % HEAD_SIZE == 0 and ids.index(ids[head]) == head
 
-    def add_mixed(self, wait: int) -> None:
-        """The output projection of the mixer, added to the stream."""
-        raised = self.counter("out")
+    def add_mixed(self, wait: int, name: str, load: str, width: int) -> None:
+        """The output projection of a mixer, added to the stream."""
+        raised = COUNTERS.index("out")
         for block in range(self.num_blocks):
             kept = [step for step in self.blocks[block].steps if step.keeps_key]
             if len(kept) > 1:
                 raise ProgramError(f"block {block} would keep the inputs of {len(kept)} key heads: 1 at most")
             step = self.step(
-                block, "out", op=OPS.index("op_add"), load=LOADS.index("load_mixed"),
-                source=self.buffers.mixed, groups=self.sizes.values // GROUP, out=self.buffers.middle,
-                keeps_key=len(kept), key_head=kept[0].key_head if kept else 0,
-                **self.behind(wait), **{"raise": raised},
+                block, "out", op=OPS.index("op_add"), load=LOADS.index(load), source=self.buffers.mixed,
+                groups=width // GROUP, out=self.buffers.middle, keeps_key=len(kept),
+                key_head=kept[0].key_head if kept else 0, **self.behind(wait), **{"raise": raised},
             )  # fmt: skip
-            self.add_pieces(block, step, 1, self.rows_of(DELTA_OUT, self.own_rows(DELTA_OUT, block), 1))
+            self.add_pieces(block, step, 1, self.rows_of(name, self.own_rows(name, block), 1))
         self.stream, self.last = self.buffers.middle, raised
+
+    def run(self) -> None:
+        """All phases of the part, in order."""
+        part, sizes = self.shape.part, self.sizes
+        if part is Part.DELTA_NET:
+            self.add_mixed(self.mix(self.project(PROJECTED)), DELTA_OUT, "load_mixed", sizes.values)
+        if part is Part.BEFORE_ATTENTION:
+            self.project(ATTENTION)
+            return
+        if part is Part.BEHIND_ATTENTION:
+            self.add_mixed(NO_COUNTER, ATTENTION_OUT, "load_row", sizes.attention_width)
+        answer = self.route()
+        self.add_experts(self.activate(answer), answer)
 
     def own_rows(self, name: str, block: int) -> range:
         """A block's share of a matrix, in whole units."""
@@ -426,7 +229,7 @@ class _Planner:
 
     def route(self) -> int:
         """Logits of the experts and the shared one's gate, behind the norm of the stream."""
-        raised, sizes = self.counter("route"), self.sizes
+        raised, sizes = COUNTERS.index("route"), self.sizes
         for block in range(self.num_blocks):
             step = self.step(
                 block, "route", op=OPS.index("op_products"), load=LOADS.index("load_norm"),
@@ -458,7 +261,7 @@ class _Planner:
 
     def activate(self, answer: int) -> int:
         """Gate and up: of the shared expert, which waits for nobody, and of the chosen ones."""
-        raised, shape = self.counter("gate and up"), self.sizes
+        raised, shape = COUNTERS.index("gate and up"), self.sizes
         rows = self.unit_rows(ROUTED[0])
         each = shape.ffn // rows
         fields = {
@@ -502,7 +305,7 @@ class _Planner:
 
     def add_experts(self, wait: int, answer: int) -> None:
         """Down, and the sum of the experts' rows by who has them."""
-        raised, shape = self.counter("down"), self.sizes
+        raised, shape = COUNTERS.index("down"), self.sizes
         rows = max(self.unit_rows(ROUTED[2]), self.unit_rows(SHARED[2]))
         most = MOST_DOWN_ROWS // rows
         fields = {"op": OPS.index("op_down"), "out": self.buffers.stream}
@@ -548,12 +351,9 @@ def plan(
     for kind in kinds:
         kind.check()
         planner = _Planner(kind, rings, num_blocks, shapes)
-        if kind.sizes.value_heads:
-            planner.add_mixed(planner.mix(planner.project()))
-        answer = planner.route()
-        planner.add_experts(planner.activate(answer), answer)
+        planner.run()
         planners.append(planner)
-    if len({(kind.sizes, kind.key_head_ids) for kind in kinds}) > 1:
+    if len({kind.sizes for kind in kinds}) > 1:
         raise ProgramError("layers of different sizes")
     blocks = tuple(planner.blocks for planner in planners)
     return TokenLists(
@@ -562,7 +362,7 @@ def plan(
         planners[0].buffers,
         blocks,
         tuple(shapes.all),
-        tuple(planners[0].counters),
+        COUNTERS,
         warps,
     )
 

@@ -5,10 +5,10 @@
 // A block has warps that compute (consumers), and one for each ring of stages, which copies pieces of
 // weights ahead of their use (producers). Who fills the ring of the chosen experts also chooses them, for its
 // block.
-#include "cuda/answer.cuh"
 #include "cuda/products_gemv.cuh"
 #include "gated_delta_net/row_steps.cuh"
 #include "persistent/token.cuh"
+#include "persistent/words.cuh"
 #include "rms_norm/expert_sum.cuh"
 #include "rms_norm/norm_row.cuh"
 #include "router/choose.cuh"
@@ -50,38 +50,6 @@ struct TokenPlaces {
     return in_shared<MatrixShape>(shapes)[i];
   }
 };
-
-// ---- words that say by themselves that they are there
-
-__device__ __forceinline__ bool is_written(float x) { return __float_as_uint(x) != unwritten_bits; }
-
-// Floats or vectors of them, until all are written or the launch's time is over. is_patient: looks at the
-// first alone until that is there, which reads less.
-template <typename T, int count>
-__device__ __forceinline__ void look(const T* const (&from)[count], T (&x)[count], bool is_patient,
-                                     Watch& watch) {
-  for (int tries = 1; is_patient; tries++) {
-    x[0] = load_relaxed(from[0]);
-    if (is_written(x[0]) || watch.failed) break;
-    if (tries % looks_a_time == 0 && watch.is_late(-1)) break;
-  }
-  for (int tries = 1;; tries++) {
-    bool is_there = true;
-#pragma unroll
-    for (int i = 0; i < count; i++) x[i] = load_relaxed(from[i]);
-#pragma unroll
-    for (int i = 0; i < count; i++) is_there &= is_written(x[i]);
-    if (is_there || watch.failed) return;
-    if (tries % looks_a_time == 0 && watch.is_late(-1)) return;
-  }
-}
-
-__device__ __forceinline__ float look(const float* from, Watch& watch) {
-  const float* const places[1] = {from};
-  float x[1];
-  look(places, x, false, watch);
-  return x[0];
-}
 
 // ---- producers
 
@@ -325,8 +293,29 @@ struct Consumer {
     }
   }
 
+  // A mixer's outputs that an earlier launch has written, quantised, and the stream that they change.
+  __device__ void load_row_of(const Step& step) {
+    const float4* const stream = reinterpret_cast<const float4*>(place_of(0));
+    meet_consumers();  // others may still read the row before
+    for (int i = threadIdx.x; i < p.hidden / 4; i += num_consumers) {
+      const float4* const places[1] = {stream + i};
+      float4 x[1];
+      take(places, x);
+      reinterpret_cast<float4*>(raw())[i] = x[0];
+    }
+    for (int group = warp(); group < step.groups; group += consumer_warps) {
+      const float4* const row =
+          reinterpret_cast<const float4*>(place_of(step.source + group * group_elements)) + 2 * lane();
+      const float4* const places[2] = {row, row + 1};
+      float4 x[2];
+      take(places, x);
+      keep_group<group_elements>(shared_row(codes(), step.groups), group, quantize_eight({x[0], x[1]}));
+    }
+  }
+
   // Ends with the consumers together.
   __device__ void load(const Step& step) {
+    if (step.load == load_row) load_row_of(step);
     if (step.load == load_mixed) load_mixed_of(step);
     if (step.load == load_norm) load_norm_of(step);
     if (step.load == load_hidden) load_hidden_of(step);

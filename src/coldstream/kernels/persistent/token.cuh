@@ -25,7 +25,7 @@ struct RowPlaces {
 };
 
 enum StepOp { op_products, op_add, op_mix, op_gate_up, op_down };
-enum StepLoad { load_nothing, load_norm, load_mixed, load_hidden };
+enum StepLoad { load_nothing, load_norm, load_mixed, load_row, load_hidden };
 // Of a layer's vectors.
 enum LayerVector { attn_norm, ffn_norm, conv_taps, ssm_a, ssm_dt_bias, ssm_norm };
 
