@@ -81,7 +81,7 @@ class CausalLM:
             blocks=blocks,
             output_norm=output_norm,
             output=token_embd if spec.tied_output else loader.weight("output"),
-            warnings=check_small_tensors(spec, loader.vectors),
+            warnings=check_small_tensors(spec, loader.vectors, loader.named),
         )
 
     def forward(

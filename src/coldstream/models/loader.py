@@ -117,6 +117,10 @@ class Loader:
         self.vectors[name] = self.ops.read_values(self.file, self.file.tensors[name])
         return self.ops.float_array(self.vectors[name])
 
+    def named(self, name: str) -> str:
+        """A tensor with its file, which is another one for the block of a sidecar."""
+        return f"{shorten(self.file.paths[self.file.tensors[name].shard])}: {name}"
+
     def parts(
         self, load: Callable[[str], Weight], names: tuple[str, ...], fused: str, sizes: tuple[int, ...]
     ) -> tuple[Weight, ...]:

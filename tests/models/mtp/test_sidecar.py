@@ -10,6 +10,7 @@ import pytest
 
 from bench.runners import open_model_file
 from builders import SMALL, Dims, TinyModel, write_model
+from coldstream.engine import LLM
 from coldstream.errors import ColdstreamError, ConfigError, InconsistentError, UnsupportedError
 from coldstream.gguf.reader import GGUFFile
 from coldstream.models.mtp.sidecar import join_sidecar, sidecar_blocks
@@ -213,3 +214,13 @@ def test_a_trunk_that_declares_a_block_and_lacks_it_takes_one(tmp_path: Path) ->
         assert spec.num_absent_nextn_layers == 1
         joined = join_sidecar(file, spec, GGUFFile.open(other))
         assert (joined.num_nextn_layers, joined.num_absent_nextn_layers) == (1, 0)
+
+
+@pytest.mark.parametrize("tensor", ["blk.4.nextn.hnorm.weight", "blk.0.attn_norm.weight"])
+def test_damage_is_named_with_the_file_that_has_it(tmp_path: Path, tensor: str) -> None:
+    whole = make_whole(quant="F32")
+    whole.tensors[tensor][3] = np.nan
+    _, trunk, sidecar = write_split(tmp_path, whole)
+    damaged = sidecar if tensor.startswith("blk.4.") else trunk
+    with pytest.raises(InconsistentError, match=f"^{re.escape(damaged)}: {re.escape(tensor)} holds a NaN"):
+        LLM(trunk, device="cpu", threads=1, ctx_size=64, model_draft=sidecar, spec_type="mtp")

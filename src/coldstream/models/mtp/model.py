@@ -67,7 +67,7 @@ class MtpModel:
             )
         loader = Loader(file, spec, ops)
         nextn = loader.nextn(spec.num_layers)
-        check_small_tensors(spec, loader.vectors)
+        check_small_tensors(spec, loader.vectors, loader.named)
         layer = replace(
             trunk,
             spec=spec.nextn,

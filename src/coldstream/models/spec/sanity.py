@@ -8,7 +8,7 @@ Weights of experts are not checked: there are too many, and a NaN among them sho
 that use them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,24 +23,26 @@ _LOWEST_NORM_MEAN = 0.25
 _HIGHEST_NORM_MEAN = 1.75
 
 
-def check_small_tensors(spec: ModelSpec, tensors: Mapping[str, np.ndarray]) -> tuple[str, ...]:
+def check_small_tensors(
+    spec: ModelSpec, tensors: Mapping[str, np.ndarray], named: Callable[[str], str] = str
+) -> tuple[str, ...]:
     """Warnings for people; InconsistentError with the likely cause when values contradict the conventions of
     GGUF.
 
     `tensors` maps names to float32 arrays in the shapes of the table; only those present are judged:
     the first norms of the trunk's layers together, and each `ssm_a`. Every given tensor must be finite. Only
-    biases of routers may be −∞, by which files disable experts.
+    biases of routers may be −∞, by which files disable experts. named: what errors call a tensor.
     """
     for name, values in tensors.items():
         is_bias = name.endswith((".exp_probs_b.bias", ".ffn_gate_inp.bias"))
         if not (np.isfinite(values) | (is_bias & (values == -np.inf))).all():
             raise InconsistentError(
-                f"{name} holds a NaN or an infinity: the file is damaged, download it again"
+                f"{named(name)} holds a NaN or an infinity: the file is damaged, download it again"
             )
         if name.endswith(".ssm_a") and (values >= 0).any():
             raise InconsistentError(
-                f"{name} holds {values.max():.3g}, expected values below 0: the converter seems to have "
-                "stored A_log instead of -exp(A_log). Convert the model with a current converter"
+                f"{named(name)} holds {values.max():.3g}, expected values below 0: the converter seems to "
+                "have stored A_log instead of -exp(A_log). Convert the model with a current converter"
             )
     norm = "attn_norm" if spec.hyper_connections is None else "hc_attn_norm"
     names = (f"blk.{layer}.{norm}.weight" for layer in range(spec.num_layers))
