@@ -104,6 +104,12 @@ def test_short_help_in_the_list_is_the_verbs_own(verb: str) -> None:
         (["run", "x", "-p", "y", "--threads", "0"], 2, "threads must be an integer from 1"),
         (["run", "x", "-p", "y", "--chat-template-kwargs", "[1]"], 2, "not a JSON object"),
         (["run", "x", "-p", "y", "-ngl", "99"], 2, "-ngl: use --vram SIZE (8G, for example)"),
+        (["run", "x", "--devices", "0,1"], 2, "--devices: one GPU computes, the first that the driver shows"),
+        (
+            ["plan", "x", "--vram", "20G,12G"],
+            2,
+            "vram (--vram) is one size, of the memory of the one GPU that",
+        ),
         (["bench", "x", "--n-gpu-layers", "99"], 2, "-ngl: use --vram SIZE"),
         (["run", "x", "-p", "y", "-ncmoe", "9"], 2, "-ncmoe: use --vram SIZE: the GPU holds the experts"),
         (["plan", "x", "-cmoe"], 2, "-cmoe: use --vram SIZE: the GPU holds the experts"),

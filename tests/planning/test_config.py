@@ -20,6 +20,11 @@ from coldstream.planning.config import EngineConfig
         ({"ctx_size": "long"}, "ctx_size (--ctx-size) must be a number of tokens such as 8192 or 32k"),
         ({"ctx_size": 1.5}, "ctx_size"),
         ({"ctx_size": True}, "ctx_size"),
+        (
+            {"vram": "20G,12G"},
+            "vram (--vram) is one size, of the memory of the one GPU that computes, not '20G,12G'",
+        ),
+        ({"devices": "0,1"}, "unknown setting devices: one GPU computes, the first that the driver shows"),
         ({"vram": "6 apples"}, "vram (--vram) must be a size such as 6G, or auto, not '6 apples'"),
         ({"ram": "-1"}, "ram (--ram) must be a size"),
         ({"ram": -1}, "ram (--ram) must be an integer from 0"),

@@ -67,7 +67,8 @@ ANSWERS: Final = {
     ("-j", "-jf", "--json-schema", "--json-schema-file"): _IN_REQUESTS,
     ("--sleep-idle-seconds",): "use --idle-unload MINUTES with `coldstream serve`",
     ("--served-model-name",): "use --alias NAME with `coldstream serve`",
-    ("--tensor-parallel-size", "-tp"): "one GPU computes, with the CPU beside it; leave it out",
+    ("--tensor-parallel-size", "-tp"): settings.ONE_GPU,
+    ("--devices", "-ts", "--tensor-split", "-mg", "--main-gpu", "-sm", "--split-mode"): settings.ONE_GPU,
     ("--speculative-config",): "use --spec-type, and --model-draft for a drafter's file",
 }
 

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from coldstream.decoding.speculation import MAX_TREE_NODES
 from coldstream.errors import ConfigError, shown
@@ -36,6 +36,12 @@ NEAREST_CACHE_TYPES = {
     **dict.fromkeys(("q4_0", "q4_1", "iq4_nl", "tq4_0"), "i4"),
     "tq3_0": "i3",
 }
+ONE_GPU = (
+    "one GPU computes, the first that the driver shows, with the CPU beside it; leave it out, and choose "
+    "another by CUDA_VISIBLE_DEVICES"
+)
+# Whose memory a budget is of.
+_OWNERS: Final = {"vram": "the one GPU that computes", "ram": "the machine"}
 # What to say to settings of vLLM and of llama-cpp-python.
 _OTHER_SETTINGS = {
     **dict.fromkeys(("max_model_len", "max_seq_len", "n_ctx"), "use ctx_size"),
@@ -57,8 +63,9 @@ _OTHER_SETTINGS = {
     ),
     **dict.fromkeys(
         ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
-        "one GPU computes, with the CPU beside it; leave it out",
+        ONE_GPU,
     ),
+    **dict.fromkeys(("devices", "tensor_split", "main_gpu", "split_mode"), ONE_GPU),
     **dict.fromkeys(
         ("trust_remote_code", "enforce_eager", "enable_prefix_caching", "disable_log_stats"),
         "there is nothing to choose here; leave it out",
@@ -240,6 +247,8 @@ def _budget(name: str, value: object) -> int | str:
         return "auto"
     flag = f"{name} (--{name})"
     if isinstance(value, str):
+        if "," in value:
+            raise ConfigError(f"{flag} is one size, of the memory of {_OWNERS[name]}, not {shown(value)}")
         try:
             value = parse_size(value)
         except ValueError:
