@@ -24,6 +24,7 @@ constexpr int64_t most_tile_tokens = 64;
 constexpr int64_t split_rows = 8;  // most rows whose chunks are separate tasks
 constexpr int64_t heads_per_task = 8;
 constexpr int64_t tasks_per_worker = 4;  // at least, if there are as many heads
+constexpr int64_t state_floats = sizeof(SoftmaxState) / sizeof(float);
 
 // Consecutive tokens of one sequence, or some rows of a tree.
 struct TokenTile {
@@ -96,7 +97,8 @@ class AttentionOp : public Op {
   // Private memory: of the tile that attends, then the gathered keys and the gathered values of one row.
   int64_t attending_floats() const {
     const int64_t rows = tile_tokens_ * group_;
-    return attention_memory_floats(a_.type, rows, a_.head_size) + 2 * a_.num_kv_heads * rows * row_floats_;
+    return attention_memory_floats(a_.type, rows, a_.head_size) +
+           a_.num_kv_heads * rows * (row_floats_ + state_floats);
   }
   bool is_integer() const { return code_bits(a_.type) != 0; }
   int64_t element_bytes() const {
@@ -363,9 +365,11 @@ class AttentionOp : public Op {
 
   int32_t first_chunk(int64_t row) const { return first_seen(row) / static_cast<int32_t>(attention_chunk); }
 
-  void finish(float* result, int64_t row, int64_t head) {
-    if (a_.sinks != nullptr) kernels_.attend_sink(result, a_.sinks[head], a_.head_size);
-    cache_.finish(result, gate(row, head), a_.out.row(row) + head * a_.head_size, a_.head_size);
+  float* output(int64_t row, int64_t head) const { return a_.out.row(row) + head * a_.head_size; }
+
+  void finish(float* total, SoftmaxState* state, int64_t row, int64_t head) {
+    if (a_.sinks != nullptr) kernels_.attend_sink(total, state, a_.sinks[head], a_.head_size);
+    cache_.finish(total, state->sum, gate(row, head), output(row, head), a_.head_size);
   }
 
   // Key/value heads of a task, of which there are `count` for each head: all, which lie in order of memory,
@@ -402,11 +406,12 @@ class AttentionOp : public Op {
       int64_t chunk = first_chunk(row);
       while (!sees(row, chunk) && chunk < last_chunk(row)) chunk++;
       float* total = partial(w, rows, chunk, kv_head, row) + offset;
+      SoftmaxState* state = softmax_state(total, a_.head_size);
       for (chunk++; chunk <= last_chunk(row); chunk++) {
         if (!sees(row, chunk)) continue;
-        kernels_.attend_merge(total, partial(w, rows, chunk, kv_head, row) + offset, a_.head_size);
+        kernels_.attend_merge(total, state, partial(w, rows, chunk, kv_head, row) + offset, a_.head_size);
       }
-      finish(total, row, head);
+      finish(total, state, row, head);
     }
   }
 
@@ -421,42 +426,41 @@ class AttentionOp : public Op {
     }
   }
 
-  // All chunks of a tile.
+  // All chunks of a tile. Totals are where the output is to be.
   void attend_tile(ChunkTask task, Worker& w) {
     const TokenTile& tile = *task.tile;
-    const int64_t head_floats = tile_tokens_ * group_ * row_floats_;
-    auto* totals = reinterpret_cast<float*>(w.memory->data());
-    float* results = totals + task.num_heads * head_floats;
-    float* memory = results + task.num_heads * head_floats;
+    const int64_t tile_rows = tile_tokens_ * group_, num_rows = tile.num_tokens * group_;
+    auto* states = reinterpret_cast<SoftmaxState*>(w.memory->data());
+    auto* results = reinterpret_cast<float*>(states + task.num_heads * tile_rows);
+    float* memory = results + task.num_heads * tile_rows * row_floats_;
     uint64_t begun = 0;  // bits of the tokens that have a total
     for (task.chunk = tile.first_chunk; task.chunk < tile.num_chunks; task.chunk++) {
-      attend(task, results, head_floats, memory, w);
+      attend(task, results, tile_rows * row_floats_, memory, w);
       for (int64_t token = 0; token < tile.num_tokens; token++) {
         if (!sees(tile.first_row + token, task.chunk)) continue;
         const bool is_first = !(begun >> token & 1);
         begun |= uint64_t{1} << token;
-        for (int64_t i = 0; i < task.num_heads; i++) {
-          const int64_t begin = i * head_floats + token * group_ * row_floats_;
-          add_results(totals + begin, results + begin, is_first);
+        for (int64_t i = 0; i < task.num_heads * group_; i++) {
+          const int64_t at = i / group_ * tile_rows + token * group_ + i % group_;
+          float* total = output(tile.first_row + token, task.first_head * group_ + i);
+          add_result(total, states + at, results + at * row_floats_, is_first);
         }
       }
     }
     for (int64_t i = 0; i < task.num_heads; i++) {
-      for (int64_t r = 0; r < tile.num_tokens * group_; r++) {
-        finish(totals + i * head_floats + r * row_floats_, tile.first_row + r / group_,
-               (task.first_head + i) * group_ + r % group_);
+      for (int64_t r = 0; r < num_rows; r++) {
+        const int64_t row = tile.first_row + r / group_, head = (task.first_head + i) * group_ + r % group_;
+        finish(output(row, head), states + i * tile_rows + r, row, head);
       }
     }
   }
 
-  // Those of a token and a key/value head.
-  void add_results(float* totals, const float* results, bool is_first) const {
+  void add_result(float* total, SoftmaxState* state, float* result, bool is_first) const {
     if (is_first) {
-      std::copy_n(results, group_ * row_floats_, totals);
-      return;
-    }
-    for (int64_t r = 0; r < group_; r++) {
-      kernels_.attend_merge(totals + r * row_floats_, results + r * row_floats_, a_.head_size);
+      std::copy_n(result, a_.head_size, total);
+      *state = *softmax_state(result, a_.head_size);
+    } else {
+      kernels_.attend_merge(total, state, result, a_.head_size);
     }
   }
 

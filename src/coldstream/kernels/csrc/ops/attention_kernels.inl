@@ -194,6 +194,14 @@ static inline void walk_heads(const AttentionChunk& chunk, int64_t offset, int64
   }
 }
 
+// step(head, first_row, num_rows, seen) for as many of the rows at a time as there is memory for.
+template <typename Step>
+static inline void step_rows(const Step& step, int64_t head, int64_t row, int64_t end, SeenPart seen) {
+  for (; row < end; row += attention_rows) {
+    step(head, row, end - row < attention_rows ? end - row : attention_rows, seen);
+  }
+}
+
 // `walk_blocks` where each token has its own positions. A block of which it sees none does not count.
 template <typename T, typename Pack, typename Step>
 static inline void walk_chosen(const AttentionChunk& chunk, const Pack& pack, const Step& step) {
@@ -222,7 +230,7 @@ static inline void walk_chosen(const AttentionChunk& chunk, const Pack& pack, co
         }
         const SeenPart seen = {
             .from = 0, .end = attention_block - __builtin_clzll(chosen), .first = first, .chosen = chosen};
-        step(head, token * chunk.group, (next - token) * chunk.group, seen);
+        step_rows(step, head, token * chunk.group, next * chunk.group, seen);
       }
     });
   }
@@ -255,11 +263,16 @@ static inline void walk_blocks(const AttentionChunk& chunk, const Pack& pack, co
                                .end = end < attention_block ? end : attention_block,
                                .first = begin == chunk.begin || (chunk.window > 0 && start >= 0),
                                .chosen = all_chosen};
-        step(head, token * chunk.group, (next - token) * chunk.group, seen);
+        step_rows(step, head, token * chunk.group, next * chunk.group, seen);
         token = next;
       }
     });
   }
+}
+
+static inline int64_t rows_at_once(const AttentionChunk& chunk) {
+  const int64_t num_rows = chunk.num_tokens * chunk.group;
+  return num_rows < attention_rows ? num_rows : attention_rows;
 }
 
 template <typename T>
@@ -269,7 +282,7 @@ static void attend(const AttentionChunk& chunk) {
   float* keys = chunk.memory;
   float* values = keys + attention_block * size;
   float* scores = values + attention_block * width;
-  float* factors = scores + attention_block * chunk.num_tokens * chunk.group;
+  float* factors = scores + attention_block * rows_at_once(chunk);
   const auto pack = [&](int64_t offset, int64_t n) {
     pack_keys(static_cast<const T*>(chunk.keys) + offset, chunk.position_stride, n, size, keys);
     pack_values(static_cast<const T*>(chunk.values) + offset, chunk.position_stride, n, size, values);
@@ -287,26 +300,29 @@ static void attend(const AttentionChunk& chunk) {
   });
 }
 
-static void attend_merge(float* total, const float* row, int64_t head_size) {
+static void attend_merge(float* total, SoftmaxState* state, const float* row, int64_t head_size) {
   const int64_t width = head_floats(head_size);
-  const float before = total[width], other = row[width];
+  const float before = state->maximum, other = row[width];
   const float after = other > before ? other : before;
   const float factor = exp_of(before - after), row_factor = exp_of(other - after);
-  total[width] = after;
-  total[width + 1] = __builtin_fmaf(row[width + 1], row_factor, total[width + 1] * factor);
-  for (int64_t i = 0; i < width; i += 16) {
-    const Vec16 kept = mul16(load16(total + i), splat16(factor));
-    store16(total + i, fma16(load16(row + i), splat16(row_factor), kept));
+  state->maximum = after;
+  state->sum = __builtin_fmaf(row[width + 1], row_factor, state->sum * factor);
+  for (int64_t i = 0; i < head_size; i += 16) {
+    const int64_t left = head_size - i;
+    const Vec16 kept = mul16(load16(total + i, left), splat16(factor));
+    store16(total + i, fma16(load16(row + i), splat16(row_factor), kept), left);
   }
 }
 
-static void attend_sink(float* total, float sink, int64_t head_size) {
-  const int64_t width = head_floats(head_size);
-  const float before = total[width], after = sink > before ? sink : before;
+static void attend_sink(float* total, SoftmaxState* state, float sink, int64_t head_size) {
+  const float before = state->maximum, after = sink > before ? sink : before;
   const float factor = exp_of(before - after);
-  total[width] = after;
-  total[width + 1] = total[width + 1] * factor + exp_of(sink - after);
-  for (int64_t i = 0; i < width; i += 16) store16(total + i, mul16(load16(total + i), splat16(factor)));
+  state->maximum = after;
+  state->sum = state->sum * factor + exp_of(sink - after);
+  for (int64_t i = 0; i < head_size; i += 16) {
+    const int64_t left = head_size - i;
+    store16(total + i, mul16(load16(total + i, left), splat16(factor)), left);
+  }
 }
 
 // What value i of a head and those behind it, of which `left` exist, are multiplied by.
@@ -316,11 +332,11 @@ static inline Vec16 opened16(HeadGate gate, int64_t i, int64_t left) {
   return softplus16(splat16(gate.values[0]));
 }
 
-static void attend_finish(const float* row, HeadGate gate, float* out, int64_t head_size) {
-  const Vec16 inverse = splat16(1.0f / row[head_floats(head_size) + 1]);
+static void attend_finish(const float* total, float sum, HeadGate gate, float* out, int64_t head_size) {
+  const Vec16 inverse = splat16(1.0f / sum);
   for (int64_t i = 0; i < head_size; i += 16) {
     const int64_t left = head_size - i;
-    const Vec16 value = mul16(load16(row + i), inverse);
+    const Vec16 value = mul16(load16(total + i, left), inverse);
     const bool is_open = gate.kind == OutputGate::none;
     store16(out + i, is_open ? value : mul16(value, opened16(gate, i, left)), left);
   }

@@ -18,14 +18,23 @@ struct Bfloat16 {
   uint16_t bits;
 };
 
+// Of the scores of one query.
+struct SoftmaxState {
+  float maximum, sum;
+};
+
 // Softmax-weighted values of one query over some of the positions, unnormalised: `head_floats` accumulators,
-// then the maximum and the sum. Rows of these lie `attention_row_floats(head_size)` apart.
+// then the state. Rows of these lie `attention_row_floats(head_size)` apart.
 static inline int64_t head_floats(int64_t head_size) { return (head_size + 15) / 16 * 16; }
 static inline int64_t attention_row_floats(int64_t head_size) { return head_floats(head_size) + 16; }
+static inline SoftmaxState* softmax_state(float* row, int64_t head_size) {
+  return reinterpret_cast<SoftmaxState*>(row + head_floats(head_size));
+}
 
 constexpr int64_t attention_block = 64;   // positions that share one running maximum
 constexpr int64_t attention_chunk = 256;  // positions accumulated apart from the others
 constexpr int64_t chunk_words = attention_chunk / attention_block;
+constexpr int64_t attention_rows = 64;  // most rows whose scores and weights are in memory at a time
 
 // Consecutive tokens of one sequence, the query heads of neighbouring key/value heads, and one chunk of
 // positions.
@@ -83,9 +92,9 @@ struct CacheKernels {
   void (*prepare_query)(float* head, int32_t* query, int64_t head_size);
   void (*store)(float* head, void* row, int64_t head_size);
   void (*attend)(const AttentionChunk& chunk);
-  // out = accumulators / sum · sigmoid or softplus of the gate, rotated back in between if the type is
-  // rotated; without the last factor if there is no gate
-  void (*finish)(const float* row, HeadGate gate, float* out, int64_t head_size);
+  // out = total / sum · sigmoid or softplus of the gate, rotated back in between if the type is rotated;
+  // without the last factor if there is no gate. out may be `total`.
+  void (*finish)(const float* total, float sum, HeadGate gate, float* out, int64_t head_size);
 };
 
 static inline int64_t attention_memory_floats(CacheType type, int64_t num_rows, int64_t head_size) {
@@ -93,7 +102,8 @@ static inline int64_t attention_memory_floats(CacheType type, int64_t num_rows, 
   // The rows of a block of a packed type, once they are bytes.
   const bool is_packed = code_bits(type) > 0 && code_bits(type) < 8;
   const int64_t unpacked = is_packed ? cache_row_elements(CacheType::i8, head_size) / sizeof(float) : 0;
-  return attention_block * (head_size + head_floats(head_size) + 2 + unpacked) + of_rows * num_rows;
+  const int64_t rows_at_once = num_rows < attention_rows ? num_rows : attention_rows;
+  return attention_block * (head_size + head_floats(head_size) + 2 + unpacked) + of_rows * rows_at_once;
 }
 
 // Tokens of one sequence, and the keys of some blocks that an indexer chooses from.
@@ -209,10 +219,10 @@ struct FloatKernels {
   void (*rope)(float* head, const float* angles, int64_t num_pairs, float scale, int64_t head_size);
   CacheKernels caches[num_cache_types];
   IndexKernels index[num_index_types];
-  // Adds `row` to `total`, both of attention_row_floats.
-  void (*attend_merge)(float* total, const float* row, int64_t head_size);
-  // Adds a logit without a value to `total`.
-  void (*attend_sink)(float* total, float sink, int64_t head_size);
+  // Adds `row`, of attention_row_floats, to a total of head_size accumulators and its state.
+  void (*attend_merge)(float* total, SoftmaxState* state, const float* row, int64_t head_size);
+  // Adds a logit without a value to a total.
+  void (*attend_sink)(float* total, SoftmaxState* state, float sink, int64_t head_size);
 
   // out = silu(Σ_j taps[j · tap_stride] · inputs[j]), j ascending
   void (*convolve)(const float* const* inputs, const float* taps, int64_t tap_stride, int64_t num_taps,

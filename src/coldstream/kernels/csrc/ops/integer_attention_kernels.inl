@@ -258,19 +258,19 @@ template <int bits, typename Operands>
 static void attend_integers(const AttentionChunk& chunk) {
   constexpr int planes = bits == 16 ? 2 : 1;
   const int64_t size = chunk.head_size, row_floats = attention_row_floats(size);
-  const int64_t query_ints = integer_query_ints(size), num_rows_all = chunk.num_tokens * chunk.group;
+  const int64_t query_ints = integer_query_ints(size), most_rows = rows_at_once(chunk);
   const auto* queries = static_cast<const int32_t*>(chunk.q);
   float* scores = chunk.memory;
-  float* key_scales = scores + attention_block * num_rows_all;
+  float* key_scales = scores + attention_block * most_rows;
   float* value_scales = key_scales + attention_block;
   float* factors = value_scales + attention_block;
-  float* weight_scales = factors + num_rows_all;
+  float* weight_scales = factors + most_rows;
   // The same memory holds floats before and operands behind.
-  auto* keys = reinterpret_cast<int32_t*>(weight_scales + num_rows_all);
+  auto* keys = reinterpret_cast<int32_t*>(weight_scales + most_rows);
   int32_t* values = keys + attention_block * size;
   int32_t* weights = values + attention_block * size;
-  auto* unpacked = reinterpret_cast<int8_t*>(weights + attention_block * num_rows_all);
-  const bool by_rows = Operands::has_key_rows && takes_key_rows(num_rows_all, size);
+  auto* unpacked = reinterpret_cast<int8_t*>(weights + attention_block * most_rows);
+  const bool by_rows = Operands::has_key_rows && takes_key_rows(chunk.num_tokens * chunk.group, size);
   RowView of_keys = {};
   const auto pack = [&](int64_t offset, int64_t n) {
     of_keys =
@@ -315,9 +315,10 @@ static void attend_integers(const AttentionChunk& chunk) {
   });
 }
 
-static void attend_finish_rotated(const float* row, HeadGate gate, float* out, int64_t head_size) {
-  const Vec16 inverse = splat16(1.0f / row[head_size + 1]), factor = splat16(head_factor(head_size));
-  for (int64_t i = 0; i < head_size; i += 16) store16(out + i, mul16(load16(row + i), inverse));
+static void attend_finish_rotated(const float* total, float sum, HeadGate gate, float* out,
+                                  int64_t head_size) {
+  const Vec16 inverse = splat16(1.0f / sum), factor = splat16(head_factor(head_size));
+  for (int64_t i = 0; i < head_size; i += 16) store16(out + i, mul16(load16(total + i), inverse));
   rotate_head(out, head_size);
   for (int64_t i = 0; i < head_size; i += 16) {
     const Vec16 value = mul16(load16(out + i), factor);
