@@ -7,20 +7,17 @@
 // inputs near (the poller), and one for each ring of stages, which copies pieces of weights ahead of their
 // use (producers). No wait is without an end: once the launch's time is over, every wait fails, the block
 // goes through the rest of its list without waiting, and the report says who waited first.
-#include "cuda/bulk_copies.cuh"
-#include "cuda/common.cuh"
+#include "persistent/streams.cuh"
 
 extern __shared__ float4 dynamic_shared[];
 
 namespace coldstream {
 
-constexpr int max_rings = 3, max_stages = 16, max_sums = 128, head_size = 128;
+constexpr int max_sums = 128, head_size = 128;
 constexpr int consumer_warps = 8, poller_warp = consumer_warps, token_warps = consumer_warps + 1 + max_rings;
 constexpr int num_consumers = consumer_warps * warp_size;
 constexpr int state_columns = 32;  // of a piece of a head's recurrent state
-constexpr int stamp_words = 8, no_counter = -1000000;
-constexpr int looks_a_time = 16;  // at a barrier or a counter, between two looks at the clock
-constexpr int looks_after_failure = 1 << 16;
+constexpr int stamp_words = 8;
 
 // What a kernel is compiled for: parts, who waits for counters, and how inputs come near.
 constexpr int has_waits = 1, has_copies = 2, has_products = 4;
@@ -150,8 +147,7 @@ struct Places {
 };
 
 struct alignas(16) Barriers {
-  uint8_t full[max_rings][max_stages][bulk_barrier_bytes];
-  uint8_t empty[max_rings][max_stages][bulk_barrier_bytes];
+  RingBarriers rings[max_rings];
   uint8_t go[bulk_barrier_bytes];
   uint8_t idle[bulk_barrier_bytes];
   uint8_t signal[bulk_barrier_bytes];
@@ -165,75 +161,8 @@ struct Scratch {
   int is_last;
 };
 
-// A thread's view of the launch's time.
-struct Watch {
-  uint64_t deadline;
-  uint32_t* report;
-  bool failed;
-  int layer;
-
-  // number: of the counter that is waited for among those of all layers, or -1.
-  __device__ bool is_late(int number) {
-    if (failed || now_ns() < deadline) return failed;
-    failed = true;
-    add_and_look(report, 1);
-    atomicMin(report + 1, uint32_t(number));
-    return true;
-  }
-};
-
-struct Place {
-  int stage = 0, phase = 0;
-
-  __device__ void advance(int stages) {
-    if (++stage < stages) return;
-    stage = 0;
-    phase ^= 1;
-  }
-  __device__ void retreat(int stages) {
-    if (--stage >= 0) return;
-    stage = stages - 1;
-    phase ^= 1;
-  }
-};
-
-__device__ bool wait_phase(uint32_t barrier, int phase, Watch& watch) {
-  if (watch.failed) return false;
-  for (int tries = 1; !is_phase_over(barrier, phase); tries++)
-    if (tries % looks_a_time == 0 && watch.is_late(-1)) return false;
-  return true;
-}
-
-__device__ uint32_t* counter_at(const Program& p, const TokenMemory& m, int layer, int counter) {
-  return m.counters + int64_t(layer * p.num_counters + counter) * p.counter_splits * p.counter_stride;
-}
-
-// By one thread for a counter without splits, or by a warp. True for counters of the layer before the first.
-template <bool by_warp>
-__device__ bool wait_counter(const Program& p, const TokenMemory& m, int counter, int target, Watch& watch) {
-  if (counter == no_counter || watch.layer * p.num_counters + counter < 0) return true;
-  if (watch.failed) return false;
-  const uint32_t* at = counter_at(p, m, watch.layer, counter);
-  const int lane = threadIdx.x % warp_size;
-  for (int tries = 1;; tries++) {
-    uint32_t seen;
-    if constexpr (by_warp) {
-      seen = sum_of_lanes(lane < p.counter_splits ? load_acquire(at + lane * p.counter_stride) : 0u);
-    } else {
-      seen = load_acquire(at);
-    }
-    if (seen >= uint32_t(target)) {
-      if constexpr (by_warp) __syncwarp();
-      return true;
-    }
-    bool late = tries % looks_a_time == 0 && watch.is_late(watch.layer * p.num_counters + counter);
-    if constexpr (by_warp) late = __any_sync(all_lanes, late);
-    if (late) {
-      watch.failed = true;
-      return false;
-    }
-    pause(p.backoff_ns);
-  }
+__device__ Counters counters_of(const Program& p, const TokenMemory& m) {
+  return {m.counters, p.num_counters, p.counter_splits, p.counter_stride, p.backoff_ns};
 }
 
 // The chosen experts by a warp: lane r gets the id of rank r and its weight. Equal logits go to the lower id.
@@ -290,8 +219,8 @@ template <int parts, bool has_stamps>
 __device__ void produce(const Program& p, const TokenMemory& m, const Places& at, Barriers& barriers,
                         int ring, Watch watch) {
   const int lane = threadIdx.x % warp_size;
-  Place next;
-  int issued = 0;
+  const Counters counters = counters_of(p, m);
+  FilledRing filled = {barriers.rings[ring], at.rings[ring], p.stages[ring], p.stage_bytes[ring]};
   for (int layer = 0; layer < p.num_layers * p.num_tokens && !watch.failed; layer++) {
     const BlockLists& lists = at.lists[layer % p.num_kinds];
     const uint8_t* const weights = m.weights + layer % p.num_layers * p.layer_bytes;
@@ -301,7 +230,7 @@ __device__ void produce(const Program& p, const TokenMemory& m, const Places& at
     bool has_ids = false, is_first = true;
     for (int i = 0; i < lists.num_pieces[ring]; i++) {
       const Piece piece = at.pieces[lists.first_piece[ring] + i];
-      if ((parts & has_waits) && !wait_counter<true>(p, m, piece.wait, piece.target, watch)) break;
+      if ((parts & has_waits) && !wait_counter<true>(counters, piece.wait, piece.target, watch)) break;
       if (piece.rank >= 0 && !has_ids) {
         if (has_stamps && lane == 0) stamps_at(p, m, layer, p.num_slots - 1)[2 * ring] = cycles();
         int unused;
@@ -324,14 +253,8 @@ __device__ void produce(const Program& p, const TokenMemory& m, const Places& at
         if ((parts & has_copies) && lane < piece.copies) bring_piece_near(from, piece.copy_bytes);
         continue;
       }
-      const uint32_t full = shared_address(barriers.full[ring][next.stage]);
-      const uint32_t to = at.rings[ring] + next.stage * p.stage_bytes[ring];
-      const bool is_free =
-          wait_phase(shared_address(barriers.empty[ring][next.stage]), next.phase ^ 1, watch);
-      if (__any_sync(all_lanes, !is_free)) {
-        watch.failed = true;
-        break;
-      }
+      if (!filled.wait(watch)) break;
+      const uint32_t full = filled.full(), to = filled.stage();
       if (lane == 0) {
         if (piece.is_state) order_with_copies();
         expect_bytes(full, piece.copies * piece.copy_bytes);
@@ -342,17 +265,10 @@ __device__ void produce(const Program& p, const TokenMemory& m, const Places& at
       __syncwarp();
       if (lane < piece.copies) copy_bulk(to + lane * piece.copy_bytes, from, piece.copy_bytes, full);
       __syncwarp();
-      next.advance(p.stages[ring]);
-      issued++;
+      filled.advance();
     }
   }
-  // What is on its way has to arrive before the block's memory goes.
-  for (int i = 0; i < min(p.stages[ring], issued) && watch.failed; i++) {
-    next.retreat(p.stages[ring]);
-    const uint32_t full = shared_address(barriers.full[ring][next.stage]);
-    for (int tries = 0; tries < looks_after_failure && !is_phase_over(full, next.phase); tries++) {
-    }
-  }
+  filled.drain(watch);
 }
 
 // ---- the poller
@@ -374,7 +290,7 @@ __device__ void look_out(const Program& p, const TokenMemory& m, const Places& a
         wait_phase(signal, signal_phase, watch);
         signal_phase ^= 1;
       } else if (parts & has_waits) {
-        wait_counter<true>(p, m, step.wait, step.target, watch);
+        wait_counter<true>(counters_of(p, m), step.wait, step.target, watch);
         if (poll == poll_by_cluster && step.wait != no_counter && lane > 0 && lane < p.cluster)
           arrive_at_peer(signal, lane);
       }
@@ -419,7 +335,7 @@ struct Consumer {
     const Place now = place(ring);
     if constexpr ((parts & has_copies) != 0) {
       const uint32_t before = has_stamps ? cycles() : 0;
-      wait_phase(shared_address(barriers.full[ring][now.stage]), now.phase, watch);
+      wait_phase(shared_address(barriers.rings[ring].full[now.stage]), now.phase, watch);
       if constexpr (has_stamps) {
         const uint32_t after = cycles();
         waited += after - before;
@@ -433,7 +349,8 @@ struct Consumer {
   __device__ void free_stage(int ring) {
     Place now = place(ring);
     __syncwarp();
-    if ((parts & has_copies) && lane() == 0) arrive_barrier(shared_address(barriers.empty[ring][now.stage]));
+    if ((parts & has_copies) && lane() == 0)
+      arrive_barrier(shared_address(barriers.rings[ring].empty[now.stage]));
     now.advance(p.stages[ring]);
     if (ring == 0)
       first = now;
@@ -706,14 +623,16 @@ struct Consumer {
   __device__ void raise(const Step& step) {
     meet_consumers();
     if (!(parts & has_waits) || step.raise == no_counter) return;
-    uint32_t* own = counter_at(p, m, watch.layer, step.raise);
+    const Counters counters = counters_of(p, m);
     if (step.chooses == no_counter) {
       if (threadIdx.x > 0) return;
       order_with_copies();
-      add_release(own + blockIdx.x % p.counter_splits * p.counter_stride, 1);
+      counters.raise(watch.layer, step.raise);
       return;
     }
-    if (threadIdx.x == 0) scratch.is_last = int(add_and_look(own, 1)) == step.num_raisers - 1;
+    if (threadIdx.x == 0)
+      scratch.is_last = int(add_and_look(counters.at(watch.layer * p.num_counters + step.raise), 1)) ==
+                        step.num_raisers - 1;
     meet_consumers();
     if (!scratch.is_last || warp() > 0) return;
     int weight;
@@ -723,7 +642,7 @@ struct Consumer {
       __stcg(m.activations + p.choice + p.ranks + lane(), weight);
     }
     __syncwarp();
-    if (lane() == 0) add_release(counter_at(p, m, watch.layer, step.chooses), 1);
+    if (lane() == 0) add_release(counters.at(watch.layer * p.num_counters + step.chooses), 1);
   }
 
   template <int parts, int poll>
@@ -731,7 +650,7 @@ struct Consumer {
     if constexpr (poll != poll_by_thread) {
       wait_phase(shared_address(barriers.go), phase, watch);
     } else if constexpr ((parts & has_waits) != 0) {
-      if (threadIdx.x == 0) wait_counter<false>(p, m, step.wait, step.target, watch);
+      if (threadIdx.x == 0) wait_counter<false>(counters_of(p, m), step.wait, step.target, watch);
       meet_consumers();
     }
   }
@@ -830,10 +749,7 @@ __global__ void __launch_bounds__(token_warps* warp_size, 1)
   const Watch watch = {now_ns() + p.limit_ns, m.report, false, 0};
   const int warp = threadIdx.x / warp_size;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < max_rings * max_stages; i++) {
-      init_bulk_barrier(shared_address(barriers.full[i / max_stages][i % max_stages]), 1);
-      init_bulk_barrier(shared_address(barriers.empty[i / max_stages][i % max_stages]), consumer_warps);
-    }
+    for (int ring = 0; ring < max_rings; ring++) barriers.rings[ring].init(consumer_warps);
     init_bulk_barrier(shared_address(barriers.go), 1);
     init_bulk_barrier(shared_address(barriers.idle), consumer_warps);
     init_bulk_barrier(shared_address(barriers.signal), 1);

@@ -9,17 +9,19 @@ from typing import Literal
 from bench.full_size_mixes import PLAIN, Mix
 from bench.random_model import Shape
 from coldstream.gguf.quant_types import QuantType
+from coldstream.kernels.cuda.compiler import KERNELS
 from coldstream.kernels.cuda.structs import declared_in
 
 SOURCE = Path(__file__).with_name("one_token.cu")
+STREAMS = KERNELS / "persistent" / "streams.cuh"
 KIB = 1024
 VECTOR_BYTES = 16  # of weights, and what copies are multiples of
 KINDS = 2
 
 
 def _numbers() -> dict[str, int]:
-    """Constants and enumerators of the source, by name."""
-    text = re.sub(r"//[^\n]*", "", SOURCE.read_text())
+    """Constants and enumerators of the sources, by name."""
+    text = re.sub(r"//[^\n]*", "", STREAMS.read_text() + SOURCE.read_text())
     found: dict[str, int] = {}
     for names in re.findall(r"^constexpr int ([^;]+);", text, re.MULTILINE):
         for name, value in re.findall(r"(\w+) = (-?\d+)\b", names):
