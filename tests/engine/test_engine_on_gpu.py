@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,11 @@ from coldstream.engine.job import Job
 from coldstream.engine.limits import EngineLimits
 from coldstream.engine.model_steps import LaunchedStep
 from coldstream.engine.step_cost import StepCost
-from coldstream.errors import GenerationFault
+from coldstream.errors import DeviceError, GenerationFault
+from coldstream.kernels.cuda.contents import read, write
+from coldstream.kernels.sample.cuda import sample_cuda
+from coldstream.kernels.sample.settings import BLOCKS_MISSED
+from coldstream.models.cuda import logits
 from host_device import HostDevice
 from host_gpu import gpu_on
 
@@ -115,6 +120,32 @@ def test_one_that_comes_while_steps_are_in_flight_is_taken_on(models: tuple[LLM,
         assert [tuple(client.tokens_so_far(each)) for each in ids] == wanted
         steps = client.engine.statistics().steps
         assert steps < 20, "they decode together"
+
+
+def test_a_choice_whose_blocks_were_missed_ends_its_request_and_the_engine_goes_on(
+    models: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's own word for it, behind a choice that it has made."""
+    gpu, cpu = models
+    params = replace(GREEDY, max_tokens=6)
+    wanted = alone(cpu, [1], params)[0][1]
+    chosen = []
+
+    def missing_once(*args: Any, **options: Any) -> None:
+        sample_cuda(*args, **options)
+        chosen.append(read(args[5]))
+        if len(chosen) == 3:
+            write(args[5], np.array([[0, BLOCKS_MISSED]], np.int32))
+
+    monkeypatch.setattr(logits, "sample_cuda", missing_once)
+    with engine_of(gpu.opened) as client:
+        ids = [client.add([1], params)]
+        client.drain()
+        ids.append(client.add([1], params))
+        client.drain()
+        assert isinstance(client.error(ids[0]), DeviceError)
+        assert tuple(client.tokens_so_far(ids[0])) == wanted[:2]
+        assert tuple(client.tokens_so_far(ids[1])) == wanted
 
 
 def test_cancel_invalidates_a_step_in_flight(models: tuple[LLM, LLM]) -> None:
