@@ -99,7 +99,7 @@ class Cards:
         self.layers, self.random = layers, random.Random(seed)
         self.box = Mailbox.create(RANKS, WIDTH, MOST_ROWS, is_marked=True)
         failure = HostArray.of(np.zeros(1, np.int32))
-        self.server = Server(self.box, torch.zeros(1, dtype=torch.int32), failure)
+        self.server = Server(self.box, torch.zeros(2, dtype=torch.int32), failure)
 
     def serve(self, rows: int) -> None:
         """The loop of a step of so many rows; runs on the second card."""
@@ -162,7 +162,7 @@ class Cards:
     def check(self) -> None:
         self.wait()
         self.server.check()
-        assert self.server.is_computing.tolist() == [0]
+        assert self.server.state.tolist() == [0, 0]
         assert (self.box.out.numpy().view(np.uint32) == UNWRITTEN).all()
 
 

@@ -8,9 +8,11 @@ Unit of work: a step of the first card.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
+from coldstream.errors import OutOfMemoryError
 from coldstream.experts.host import HostExperts
 from coldstream.experts.partial_tables import mapped_bytes
 from coldstream.gguf.reader import TensorInfo
@@ -36,6 +38,8 @@ from coldstream.kernels.experts.requests import (
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import SWIGLU, Activation
 
+RESERVE_BYTES: Final = 256 * 2**20  # for kernels, graphs and rows
+
 
 @dataclass(frozen=True)
 class CardLayer:
@@ -56,6 +60,20 @@ class CardLayer:
     def num_experts(self) -> int:
         return len(self.stacks[0].addresses)
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(mapped_bytes, self.stacks))
+
+
+def check_room(index: int, free_bytes: int, expert_bytes: int) -> None:
+    """Raises OutOfMemoryError if a card has no room for experts of so many bytes, beside RESERVE_BYTES."""
+    if expert_bytes + RESERVE_BYTES > free_bytes:
+        wanted, free, kept = (size / 2**30 for size in (expert_bytes, free_bytes, RESERVE_BYTES))
+        raise OutOfMemoryError(
+            f"device {index}: {wanted:.2f} GiB of experts that the first GPU may lack do not fit, "
+            f"{free:.2f} GiB are free, of which {kept:.2f} are kept: use one GPU"
+        )
+
 
 class _Rows:
     """Memory of a request, of at most so many rows; shared by all layers."""
@@ -63,9 +81,9 @@ class _Rows:
     def __init__(self, layers: Sequence[CardLayer], rows: int, ranks: int) -> None:
         cols, widths = layers[0].cols, {layer.ffn_size for layer in layers}
         self.x = Activations(_empty((rows, cols), "float32"), activations_from(_empty, rows, cols))
-        self.ids, self.is_computing = _empty((rows, ranks), "int32"), _empty((1,), "int32")
+        self.ids, self.state = _empty((rows, ranks), "int32"), _empty((2,), "int32")
         self.hidden = {width: _empty((rows, ranks, width), "float32") for width in widths}
-        clear(self.is_computing)
+        clear(self.state)
 
 
 def _empty(shape: tuple[int, ...], dtype: str) -> CudaArray:
@@ -84,7 +102,7 @@ class CardExperts:
     def __init__(
         self, index: int, host: HostExperts, layers: Sequence[CardLayer], progress: Progress | None = None
     ) -> None:
-        find_card(index)
+        check_room(index, find_card(index).free_bytes, sum(layer.num_bytes for layer in layers))
         self.index, self._box, self._layers = index, host.mailbox, layers
         assert len(self._box.ids) <= MAX_PAIR_ROWS, "one launch computes a request"
         self._graphs: dict[int, Graph] = {}  # by rows
@@ -95,7 +113,7 @@ class CardExperts:
         with calls.on_device(index):
             self._stream = streams.Stream()
             self._rows = _Rows(layers, *self._box.ids.shape)
-            self._server = Server(self._box, self._rows.is_computing, failure)
+            self._server = Server(self._box, self._rows.state, failure)
             self._matrices = [self._load(host, layer, progress) for layer in layers]
             calls.synchronize()
         self._warm_up()

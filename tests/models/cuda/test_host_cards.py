@@ -8,7 +8,9 @@ from cuda_runner_cases import check_chains, open_partly
 from one_sequence import open_cpu
 from runner_cases import write_mixed_layers
 
-from coldstream.errors import DeviceError
+from coldstream.errors import DeviceError, OutOfMemoryError
+from coldstream.experts import card_experts
+from coldstream.kernels.cuda.device import Gpu
 from coldstream.kernels.cuda.runtime import calls
 from coldstream.kernels.cuda.runtime.graphs import Graph
 from coldstream.kernels.experts.shapes import MAX_CARD_ROWS
@@ -68,3 +70,19 @@ def test_a_card_that_is_not_there_is_refused(second: SecondDevice, tmp_path: Pat
     path = write_mixed_layers(tmp_path, "qwen3moe")
     with pytest.raises(DeviceError, match=r"^device 2: the driver shows 2 .*: name others, or use one$"):
         open_partly(path, 0.0, context_length=CONTEXT, card=2)
+
+
+@pytest.mark.usefixtures("second")
+def test_a_card_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = Gpu("a GPU", (8, 0), 1, 2**40, card_experts.RESERVE_BYTES)
+    monkeypatch.setattr(card_experts, "find_card", lambda index: full)
+    path = write_mixed_layers(tmp_path, "qwen3moe")
+    said = r"^device 1: .* GiB of experts that the first GPU may lack do not fit, 0\.25 GiB are free"
+    with pytest.raises(OutOfMemoryError, match=said):
+        open_partly(path, 0.0, context_length=CONTEXT, card=SECOND)
+
+
+def test_room_for_experts_is_counted_to_the_byte() -> None:
+    card_experts.check_room(1, card_experts.RESERVE_BYTES + 5, 5)
+    with pytest.raises(OutOfMemoryError):
+        card_experts.check_room(1, card_experts.RESERVE_BYTES + 5, 6)

@@ -16,6 +16,7 @@ enum Failure : uint32_t { no_failure, came_too_late, came_in_wrong_order };
 // The card that computes.
 struct Server {
   uint32_t* is_computing;  // in its memory: whether the request before is unanswered
+  uint32_t* is_late;       // likewise: whether no more requests are waited for
   uint32_t* failure;       // in the host's memory
 };
 
@@ -36,10 +37,11 @@ __device__ __forceinline__ uint32_t wait_for_request(const Mailbox& box, const S
   uint64_t start = 0;
   for (;;) {
     if (const uint32_t found = load_acquire_system(box.request)) return found;
-    if (load_relaxed_system(server.failure) == came_too_late) return 0;
+    if (*server.is_late) return 0;
     const uint64_t now = now_ns();
     if (start == 0) start = now;
     if (now - start > longest_wait_for_request_ns) {
+      *server.is_late = 1;
       store_relaxed_system(server.failure, came_too_late);
       return 0;
     }
@@ -63,12 +65,17 @@ __device__ __forceinline__ bool take_request(const Mailbox& box, const Server& s
   }
 }
 
-// The inputs of a row, if any of its pairs is computed here, by some of the block's warps.
+// Whether any pair of a row is computed here, by a warp.
+__device__ __forceinline__ bool is_asked_of(const RequestedRows& rows, int row) {
+  const int lane = threadIdx.x % warp_size;
+  const bool is_here = lane < rows.num_ranks && rows.ids[row * rows.num_ranks + lane] < rows.num_experts;
+  return __ballot_sync(all_lanes, is_here) != 0;
+}
+
+// Some inputs of a row, by a warp.
 __device__ __forceinline__ void fetch_group(const Mailbox& box, const RequestedRows& rows, int row,
                                             int group) {
   const int lane = threadIdx.x % warp_size;
-  const bool is_asked = lane < rows.num_ranks && rows.ids[row * rows.num_ranks + lane] < rows.num_experts;
-  if (__ballot_sync(all_lanes, is_asked) == 0) return;
   const int left = rows.cols - group * group_elements, first = group * group_elements + 8 * lane;
   float values[8];
   load_share(box.x + int64_t(row) * rows.cols + group * group_elements, left, values);
@@ -93,16 +100,24 @@ extern "C" __global__ void __launch_bounds__(request_threads, 1)
     *server.is_computing = is_taken;
   }
   __syncthreads();
-  for (int pair = thread; pair < rows.count * rows.num_ranks; pair += request_threads) {
+  const int warp = thread / warp_size, groups = rows.padded / group_elements;
+  // Of the only row the inputs are read at once: a read of the host's memory takes a microsecond. The last
+  // warp has the fewest of them, and reads the ids.
+  if (is_taken && rows.count == 1) {
+#pragma unroll 1
+    for (int group = warp; group < groups; group += request_warps) fetch_group(box, rows, 0, group);
+  }
+#pragma unroll 1
+  for (int pair = request_threads - 1 - thread; pair < rows.count * rows.num_ranks; pair += request_threads) {
     const int id = is_taken ? box.ids[pair] : -1;
     rows.ids[pair] = id < 0 || id >= rows.num_experts ? rows.num_experts : id;
   }
+  if (!is_taken || rows.count == 1) return;
   __syncthreads();
-  const int groups = rows.padded / group_elements;
-  if (!is_taken) return;
 #pragma unroll 1
-  for (int i = thread / warp_size; i < rows.count * groups; i += request_warps)
-    fetch_group(box, rows, i / groups, i % groups);
+  for (int i = warp; i < rows.count * groups; i += request_warps) {
+    if (is_asked_of(rows, i / groups)) fetch_group(box, rows, i / groups, i % groups);
+  }
 }
 
 // grid (1), at the end of a step's requests: answers the last one, and `request`, for which nothing is

@@ -47,15 +47,20 @@ class _RequestedRows(ctypes.Structure): ...
 class Server:
     """The card that computes, and the mailbox that it answers.
 
-    is_computing: int32 [1] in its memory, 0 before the first step. failure: int32 [1] in page-locked memory.
+    state: int32 [2] in its memory, 0 before the first step: whether it owes an answer, and whether it has
+    given up. failure: int32 [1] in page-locked memory.
     """
 
     box: Mailbox
-    is_computing: DeviceArray
+    state: DeviceArray
     failure: HostArray
 
     def as_c(self) -> ServerFields:
-        return ServerFields(is_computing=self.is_computing.data_ptr(), failure=self.failure.data_ptr())
+        return ServerFields(
+            is_computing=self.state.data_ptr(),
+            is_late=self.state[1:].data_ptr(),
+            failure=self.failure.data_ptr(),
+        )
 
     def check(self) -> None:
         """Raises GenerationFault if an answer of the card was undefined."""
