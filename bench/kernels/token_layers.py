@@ -348,6 +348,57 @@ def full_size_kinds(layers: int, *, has_mixer: bool) -> tuple[list[LayerShape], 
     return kinds, numbers
 
 
+def between_attentions() -> list[list[LayerShape]]:
+    """The parts of the full-size file's layers that are one launch each, from one attention to the next."""
+    shape = FULL_SHAPE
+    attention = (2 * shape.heads * shape.head_dim, *(shape.kv_heads * shape.head_dim,) * 2)
+    sizes = Sizes(
+        shape.hidden, shape.expert_ffn, shape.experts, shape.experts_per_token, shape.key_heads,
+        shape.value_heads, attention, shape.heads * shape.head_dim,
+    )  # fmt: skip
+    key_heads = tuple(head % shape.key_heads for head in range(sizes.value_heads))
+    names = (*ROUTED, *SHARED, *PROJECTED, DELTA_OUT, *ATTENTION, ATTENTION_OUT)
+    launches: list[list[LayerShape]] = [[]]
+    for layer in range(shape.layers):
+        types = {name: PLAIN.type_of(name, layer, shape.layers) for name in names}
+        if layer % 4 < 3:
+            launches[-1].append(LayerShape.of(sizes, types, Part.DELTA_NET, key_heads))
+            continue
+        launches[-1].append(LayerShape.of(sizes, types, Part.BEFORE_ATTENTION))
+        launches.append([LayerShape.of(sizes, types, Part.BEHIND_ATTENTION)])
+    return launches
+
+
+def measured_between(generator: torch.Generator, stream: torch.Tensor) -> dict[str, Any]:
+    """All launches of a token but those of attention and the head, in µs; the bits of each are checked."""
+    mixed = torch.randn(
+        1, between_attentions()[0][0].sizes.attention_width, generator=generator, device="cuda"
+    )
+    launches, same = [], True
+    for shapes in between_attentions():
+        layers = [Layer.random(kind, shape, generator) for kind, shape in enumerate(shapes)]
+        by_launches = ByLaunches([layer.copied() for layer in layers], stream)
+        by_launches.mixed_row.copy_(mixed)
+        want = by_launches.run()
+        launch = ByOneLaunch(layers, plan(shapes, device_limits().num_processors), stream)
+        launch.begin(mixed)
+        launch.queue(Signals())
+        same = same and torch.equal(launch.result(), want)
+        launches.append(launch)
+
+    def begin() -> None:
+        for launch in launches:
+            launch.begin(mixed)
+
+    def token() -> None:
+        begin()
+        for launch in launches:
+            launch.queue(Signals())
+
+    us = (graph_seconds([token]) - graph_seconds([begin])) * 1e6
+    return {"launches": len(launches), "us_a_token": us, "same_bits": same}
+
+
 def read_bytes(layers: Sequence[Layer]) -> int:
     """Weights that a token reads, and states, which it also writes."""
     total = 0
@@ -411,10 +462,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=FULL_SHAPE.layers)
     parser.add_argument("--experts-only", action="store_true", help="layers without a mixer")
+    parser.add_argument("--between", action="store_true", help="only the launches between attentions")
     add_result_options(parser)
     options = parser.parse_args()
     calls.attach()
     machine, bandwidth = describe("cuda"), measure_bandwidth("cuda", 0)
+    if options.between:
+        random = torch.Generator("cuda").manual_seed(1)
+        row = measured_between(random, torch.randn(1, FULL_SHAPE.hidden, generator=random, device="cuda"))
+        command = "python -m bench.kernels.token_layers --between"
+        write_result({"command": command, "machine": machine, **row}, options.out, options.commit)
+        return int(not row["same_bits"])
     kinds, numbers = full_size_kinds(options.layers, has_mixer=not options.experts_only)
     generator = torch.Generator("cuda").manual_seed(1)
     layers = [Layer.random(number, kinds[number], generator) for number in numbers]
