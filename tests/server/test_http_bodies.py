@@ -192,7 +192,7 @@ USER = {"role": "user", "content": "def"}
             "messages[0].tool_calls[0]",
         ),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "maybe"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
@@ -294,9 +294,26 @@ async def test_rq10_unknown_routes_and_methods_say_nothing_of_the_machine(http: 
         ("/api/chat", "OpenAI's is at /v1"),
         ("/v1/v1/messages", "has /v1 twice"),
         ("/v1/nothing", "no such route; GET /openapi.json lists them all"),
+        ("/v1/messages/batches", "batches are not kept here"),
     ):
         response = await http.post(path, json={})
         assert (response.status_code, message in response.json()["error"]["message"]) == (404, True)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/v1/files", "files are not kept here"),
+        ("/v1/audio/transcriptions", "audio is neither read nor made"),
+    ],
+)
+async def test_an_upload_is_told_that_there_is_no_route_for_it(
+    http: httpx2.AsyncClient, path: str, message: str
+) -> None:
+    """And not to send JSON, which would not help."""
+    response = await http.post(path, files={"file": ("a.wav", b"RIFF")}, data={"model": "demo"})
+    assert response.status_code == 404
+    assert message in response.json()["error"]["message"]
 
 
 async def test_unknown_fields_are_ignored(http: httpx2.AsyncClient) -> None:

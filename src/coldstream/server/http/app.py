@@ -106,8 +106,8 @@ def _refusal(path: str, error: HTTPException) -> Problem:
     """What the router refused: a route or method that there is not, or a body that could not be read."""
     match error.status_code:
         case 404:
-            first = path.removeprefix("/v1").strip("/").split("/", 1)[0]
-            message = _NOT_OFFERED.get(first, "there is no such route; GET /openapi.json lists them all")
+            name = path.removeprefix("/v1").strip("/").removeprefix("messages/").split("/", 1)[0]
+            message = _NOT_OFFERED.get(name, "there is no such route; GET /openapi.json lists them all")
             return Problem(404, message, code="unknown_route")
         case 405:
             return Problem(405, "this route does not take this method", code="method_not_allowed")

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import anyio
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coldstream.server.http.page import PAGE_FILES
@@ -55,7 +56,7 @@ class Guard:
         self._check_origin(headers)
         namespace = self._namespace(scope["path"], headers)
         if scope["method"] in _BODY_METHODS:
-            self._check_body(headers)
+            self._check_body(scope)
         return namespace
 
     def _check_sizes(self, headers: Headers) -> None:
@@ -115,11 +116,12 @@ class Guard:
         matches = [hmac.compare_digest(digest, each) for each in self._digests]
         return digest.hex()[:32] if any(matches) else None
 
-    def _check_body(self, headers: Headers) -> None:
+    def _check_body(self, scope: Scope) -> None:
+        headers = scope["headers"]
         if _all(headers, b"content-encoding"):
             raise _refused(415, "Content-Encoding: bodies are read as they are, send them uncompressed")
         kinds = [value.split(";", 1)[0].strip().lower() for value in _all(headers, b"content-type")]
-        if kinds != ["application/json"]:
+        if kinds != ["application/json"] and _has_route(scope):
             raise _refused(415, "Content-Type: only application/json is read: send it as a header")
         lengths = _all(headers, b"content-length")
         if any(not length.isdecimal() or len(length) > 18 for length in lengths):
@@ -179,6 +181,11 @@ def _without_port(host: str) -> str:
         return host
     is_port = port.isdecimal() and len(port) <= 5 and int(port) <= 65535
     return name if is_port and (":" not in name or name.endswith("]")) else ""
+
+
+def _has_route(scope: Scope) -> bool:
+    """Where there is none, the router says so: a client that uploads a file has nothing else to send."""
+    return any(route.matches(scope)[0] != Match.NONE for route in scope["app"].routes)
 
 
 def _refused(status: int, message: str, code: str | None = None) -> ProblemError:
