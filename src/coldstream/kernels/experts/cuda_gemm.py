@@ -16,7 +16,7 @@ from coldstream.kernels.cuda.gemm_tiles import (
     fitting,
     least_tilings,
 )
-from coldstream.kernels.cuda.limits import MAX_OVERLAP_ROWS
+from coldstream.kernels.cuda.limits import MAX_OVERLAP_PAIRS
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.linear.cuda_gemm import TILINGS as DENSE_TILINGS
@@ -34,7 +34,6 @@ LARGE_TILINGS: Mapping[QuantType, tuple[Tiling, ...]] = {
     for quant_type, tilings in DENSE_TILINGS.items()
 }
 SMALL_GROUP = 12  # pairs an expert, on average
-MAX_OVERLAP_PAIRS = 8 * MAX_OVERLAP_ROWS  # as `overlaps`, for rows of eight experts each
 
 
 @declared_in("experts/gemm.cu", "ExpertsJob<true>")  # of both instances

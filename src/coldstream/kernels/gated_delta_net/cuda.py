@@ -11,6 +11,7 @@ from pathlib import Path
 
 from coldstream.kernels.arithmetic.quantised import GROUP_SIZE, QuantActivations, padded_cols
 from coldstream.kernels.cuda.array import DeviceArray
+from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.gated_delta_net.arguments import (
@@ -194,7 +195,7 @@ def delta_net_prefill_cuda(
     """As `delta_net_decode_cuda`, for chains of prefill: three launches. Rows of trees are left alone."""
     layer, rows, states, outputs = _arguments(inputs, weights, conv_state, state, out, quantized)
     num_rows, num_heads, size, taps = sizes(inputs, weights, state)
-    num_spans = len(workspace.spans)
+    num_spans, overlap = len(workspace.spans), overlaps(num_rows)
     work = _Workspace(
         **{name: tensor.data_ptr() for name, tensor in vars(workspace).items()}, num_spans=num_spans
     )
@@ -202,17 +203,20 @@ def delta_net_prefill_cuda(
         (-(-num_rows // TILE_ROWS), 2 * weights.num_key_heads + num_heads + 1, 1),
         size,
         (layer, rows, states, work),
+        overlap=overlap,
     )
     PREFILL.kernel(f"delta_recurrence<{size}>").launch(
         (num_heads * size // COLUMNS_PER_BLOCK, num_spans, 1),
         WALK_THREADS,
         (layer, rows, states, work, taps),
+        overlap=overlap,
     )
     num_groups = padded_cols(num_heads * size) // GROUP_SIZE
     PREFILL.kernel(f"delta_output<{size}>").launch(
         (-(-num_rows * num_groups // OUTPUT_WARPS), 1, 1),
         OUTPUT_WARPS * 32,
         (layer, rows, states, outputs, work),
+        overlap=overlap,
     )
 
 

@@ -97,6 +97,8 @@ __global__ void __launch_bounds__(D)
     for (int i = 0; i < num_taps; i++) taps[i] = layer.conv_taps[int64_t(channel) * num_taps + i];
   }
   const int first = blockIdx.x * tile_rows, end = min(first + tile_rows, rows.num_rows);
+  release_next_grid();
+  wait_for_previous_grid();
   if (head == num_heads) return prepare_gates(layer, rows, work, first, end);
   float x[tile_rows];
   convolve_tile<num_taps>(rows, states, first, end, channel, num_heads * D, taps, x);
@@ -166,6 +168,8 @@ __global__ void __launch_bounds__(walk_threads, 1)
   constexpr int blocks_per_head = D / block_columns;
   const int head = blockIdx.x / blocks_per_head, column = blockIdx.x % blocks_per_head * block_columns;
   const int key_head = layer.key_head_ids[head], size = layer.num_value_heads * D;
+  release_next_grid();
+  wait_for_previous_grid();
   const int2 span = work.spans[blockIdx.y];
   if (span.y == 0) return;
   const int64_t key_stride = 2 * layer.num_key_heads * D;
@@ -215,6 +219,8 @@ __global__ void __launch_bounds__((output_warps * warp_size))
     delta_output(DeltaLayer layer, DeltaRows rows, DeltaStates states, DeltaOutputs out,
                  DeltaWorkspace work) {
   alignas(16) __shared__ float scratch[output_warps][group_elements];
+  release_next_grid();
+  wait_for_previous_grid();
   if (blockIdx.x == 0) {
     for (int i = threadIdx.x; i < work.num_spans; i += blockDim.x) work.spans[i] = {0, 0};
   }

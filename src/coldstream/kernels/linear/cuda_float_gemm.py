@@ -8,7 +8,7 @@ from pathlib import Path
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.cuda.array import DeviceArray, check_array
-from coldstream.kernels.cuda.limits import device_limits
+from coldstream.kernels.cuda.limits import device_limits, overlaps
 from coldstream.kernels.cuda.program import CudaProgram, Grid
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.quant_tensor import QuantTensor
@@ -112,7 +112,11 @@ def launch_float_gemm(
         out_stride=out.stride(0),
     )
     program.kernel(tiling.instance(weight.quant_type, is_aligned=is_aligned)).launch(
-        tiling.grid(x.shape[0], weight.shape[0]), THREADS, (job,), shared_bytes=tiling.shared_bytes
+        tiling.grid(x.shape[0], weight.shape[0]),
+        THREADS,
+        (job,),
+        shared_bytes=tiling.shared_bytes,
+        overlap=overlaps(x.shape[0]),
     )
 
 

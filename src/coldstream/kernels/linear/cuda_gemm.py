@@ -15,6 +15,7 @@ from coldstream.kernels.cuda.gemm_tiles import (
     fitting,
     least_tilings,
 )
+from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.linear.integer_types import INTEGER_TYPES
@@ -86,5 +87,9 @@ def launch_linear(
     )
     num_tiles = -(-num_rows // tiling.rows) * -(-num_tokens // tiling.tokens)
     program.kernel(instance(tiling)).launch(
-        tiling.grid(num_tiles), tiling.threads, (job,), shared_bytes=tiling.shared_bytes
+        tiling.grid(num_tiles),
+        tiling.threads,
+        (job,),
+        shared_bytes=tiling.shared_bytes,
+        overlap=overlaps(num_tokens),
     )

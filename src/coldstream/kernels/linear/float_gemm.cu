@@ -236,6 +236,8 @@ __global__ void __launch_bounds__(threads, T::blocks) float_gemm(const __grid_co
   using Weight = typename T::Weights::Storage;
   const int first_token = (blockIdx.z * max_tile_columns + blockIdx.x) * T::tile_tokens;
   const int first_row = blockIdx.y * T::tile_rows;
+  release_next_grid();
+  wait_for_previous_grid();
   if (first_token >= job.num_tokens) return;
   Stage<T>& stage = *reinterpret_cast<Stage<T>*>(dynamic_shared);
   Fetched<Float32, T::tile_tokens, T> next_x(job.x + int64_t(first_token) * job.x_stride, job.x_stride,

@@ -9,7 +9,7 @@ from coldstream.kernels.arithmetic.quantised import (
     padded_cols,
 )
 from coldstream.kernels.cuda.array import DeviceArray
-from coldstream.kernels.cuda.limits import overlaps
+from coldstream.kernels.cuda.limits import MAX_OVERLAP_PAIRS
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.quantize import COLS_MULTIPLE
 
@@ -46,5 +46,5 @@ def quantize_cuda(x: DeviceArray, out: QuantActivations) -> None:
         (rows, -(-groups // WARPS_PER_BLOCK), 1),
         WARPS_PER_BLOCK * 32,
         (x, x.stride(0), cols, padded, out.q, out.scales, out.sums),
-        overlap=overlaps(rows),
+        overlap=rows <= MAX_OVERLAP_PAIRS,
     )

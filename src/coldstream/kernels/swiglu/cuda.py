@@ -6,7 +6,7 @@ from pathlib import Path
 
 from coldstream.kernels.arithmetic.quantised import GROUP_SIZE, QuantActivations, padded_cols
 from coldstream.kernels.cuda.array import DeviceArray, check_array
-from coldstream.kernels.cuda.limits import overlaps
+from coldstream.kernels.cuda.limits import MAX_OVERLAP_PAIRS
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.ops import GATED_UNITS, SWIGLU, Activation, ExpertBiases
@@ -83,7 +83,7 @@ def swiglu_cuda(
         (rows, -(-groups // warps), 1),
         warps * WARP_SIZE,
         (gate, gate.stride(0), up, up.stride(0), cols, padded, out, *codes, options),
-        overlap=overlaps(rows),
+        overlap=rows <= MAX_OVERLAP_PAIRS,
     )
 
 
