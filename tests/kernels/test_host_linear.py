@@ -16,6 +16,7 @@ from coldstream.kernels.cuda.skinny_shapes import PASS_COLS, SKINNY_TYPES, lone_
 from coldstream.kernels.hyper_connections.reference import scaled_silu_exact
 from coldstream.kernels.linear import skinny_layouts
 from coldstream.kernels.linear.cuda import (
+    divided,
     fits_skinny,
     linear_skinny_cuda,
     needs_block_rows,
@@ -204,6 +205,15 @@ def test_parts_of_rows_that_do_not_fit_together(quant_type: QuantType) -> None:
     check(activations(3, 45, 4096), [random_weight(kind, (21, 4096), seed=3) for kind in kinds])
 
 
+@pytest.mark.parametrize("rows", [65, 100, 128])
+@pytest.mark.parametrize(
+    "quant_type", [QuantType.Q5_K, QuantType.Q6_K, QuantType.IQ4_NL], ids=lambda t: t.name
+)
+def test_more_rows_than_a_block_takes(quant_type: QuantType, rows: int) -> None:
+    kinds = (quant_type, QuantType.F32)
+    check(activations(3, rows, 512), [random_weight(kind, (21, 512), seed=3) for kind in kinds])
+
+
 def test_parts_of_a_single_row() -> None:
     kinds = (QuantType.Q4_K, QuantType.F16)
     check(activations(3, 3, 45056), [random_weight(kind, (21, 45056), seed=3) for kind in kinds])
@@ -283,19 +293,40 @@ def test_rows_of_floats_that_begin_anywhere_are_for_another_kernel() -> None:
     assert fits_skinny([weight], shifted[:8]), "up to eight rows may begin anywhere"
 
 
-def test_up_to_64_rows_of_all_but_large_matrices_are_for_these_kernels() -> None:
+def test_up_to_128_rows_of_all_but_large_matrices_are_for_these_kernels() -> None:
     def fits(rows: int, cols: int, quant_type: QuantType = QuantType.Q8_0, *, weight_rows: int = 1) -> bool:
         weight = on_gpu(random_weight(quant_type, (weight_rows, cols), 1), device="cpu")
         return fits_skinny([weight], torch.zeros(rows, cols))
 
     assert fits(64, 4096)
-    assert not fits(65, 512)
+    assert not fits(65, 512), "blocks of 32 were not timed"
+    for quant_type in (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.BF16):
+        assert fits(65, 512, quant_type)
+        assert fits(128, 512, quant_type)
+        assert not fits(129, 512, quant_type)
+    assert not fits(65, 256, QuantType.Q4_K, weight_rows=4096)
+    assert fits(64, 256, QuantType.Q4_K, weight_rows=4096)
     assert fits(64, 17408)
     assert fits(32, 5120, weight_rows=4096)
     assert not fits(33, 5120, weight_rows=4096)
     assert fits(33, 5120, weight_rows=1024)
     assert fits(15, 17408, QuantType.F16)
     assert not fits(16, 17408, QuantType.F16)
+
+
+@pytest.mark.parametrize("rows", [64, 65, 128, 129])
+def test_tall_matrices_are_apart_where_others_share_a_launch(rows: int) -> None:
+    sizes = (
+        (QuantType.Q4_K, 32),
+        (QuantType.Q4_K, 4096),
+        (QuantType.F32, 5000),
+        (QuantType.Q6_K, 4100),
+        (QuantType.Q4_K, 4095),
+    )
+    weights = [on_gpu(random_weight(kind, (count, 256), 1), device="cpu") for kind, count in sizes]
+    found = divided(weights, torch.zeros(rows, 256))
+    assert found == (([1, 3], [0, 2, 4]) if 64 < rows <= 128 else ([0, 1, 2, 3, 4],))
+    assert divided(weights[1:2], torch.zeros(rows, 256)) == ([0],)
 
 
 def test_beyond_a_slice_large_matrices_of_floats_alone_are_for_gemm() -> None:

@@ -14,6 +14,7 @@ from coldstream.kernels.experts.executor import ResidentExecutor
 from coldstream.kernels.experts.moe import MoeKernels
 from coldstream.kernels.experts.reference import routed_experts
 from coldstream.kernels.experts.table import ExpertTable
+from coldstream.kernels.linear import cuda as linear
 from coldstream.kernels.linear.cuda import fits_skinny
 from coldstream.kernels.linear.integer_types import INTEGER_TYPES
 from coldstream.kernels.linear.records import BiasedOutput
@@ -119,6 +120,19 @@ def test_the_sum_of_experts_with_any_shared_expert(tokens: int, ranks: int, size
 def test_matrices_of_either_kind_of_scales_share_their_input(tokens: int) -> None:
     ops, x = host_ops(), activations(1, tokens, HIDDEN)
     weights = [random_weight(kind, (20, HIDDEN), i) for i, kind in enumerate((Q4K, Q8, Q6K, Q5))]
+    outs = ops.linear(on_host(ops, x), [on_gpu(weight, device="cpu") for weight in weights])
+    for out, weight in zip(outs, weights, strict=True):
+        assert_same(out, linear_exact(x, weight))
+
+
+@pytest.mark.sharded(of="kernels")
+@pytest.mark.parametrize("tokens", [65, 128])
+def test_more_rows_than_a_block_takes_meet_every_matrix(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """Tall ones have launches of their own, and the others one together."""
+    monkeypatch.setattr(linear, "MIN_LARGE_SIDE", 40)
+    ops, x = host_ops(), activations(1, tokens, HIDDEN)
+    kinds = ((Q4K, 20), (Q4K, 40), (QuantType.F32, 20), (Q6K, 41), (Q6K, 3))
+    weights = [random_weight(kind, (rows, HIDDEN), i) for i, (kind, rows) in enumerate(kinds)]
     outs = ops.linear(on_host(ops, x), [on_gpu(weight, device="cpu") for weight in weights])
     for out, weight in zip(outs, weights, strict=True):
         assert_same(out, linear_exact(x, weight))

@@ -14,7 +14,7 @@ from coldstream.kernels.cuda.array import DeviceArray
 from coldstream.kernels.cuda.loader import CudaLoader, CudaWeight
 from coldstream.kernels.cuda.memory import Memory
 from coldstream.kernels.cuda.skinny_shapes import MAX_GEMV_ROWS
-from coldstream.kernels.linear.cuda import fits_skinny, linear_skinny_cuda, needs_block_rows
+from coldstream.kernels.linear.cuda import divided, fits_skinny, linear_skinny_cuda, needs_block_rows
 from coldstream.kernels.linear.cuda_float_gemm import float_linear_gemm
 from coldstream.kernels.linear.cuda_gemm import linear_gemm
 from coldstream.kernels.linear.integer_types import BLOCK_TYPES, INTEGER_TYPES
@@ -78,19 +78,24 @@ class CudaProducts(CudaLoader):
         matrices = [weight for weight in weights if isinstance(weight, QuantTensor)]
         assert len(matrices) == len(weights), "experts are no operand of a dense product"
         outs = tuple(self.empty(x.shape[0], weight.shape[0]) for weight in matrices)
+        for own in divided(matrices, x.values):
+            self._products(x, [matrices[i] for i in own], [outs[i] for i in own])
+        return outs
+
+    def _products(self, x: Activations, matrices: Sequence[QuantTensor], outs: Sequence[DeviceArray]) -> None:
+        """In one launch where that `fits_skinny`, otherwise in one for each matrix."""
         if x.shape[0] <= MAX_GEMV_ROWS or fits_skinny(matrices, x.values):
             block_rows = None
             if needs_block_rows(matrices, x.values):
                 (block_rows,) = self.quantised_for(x, (QuantType.Q8_0,))
             self.launch(self._linear_skinny, x, block_rows, matrices, outs)
-            return outs
+            return
         rows = self.quantised_for(x, [weight.quant_type for weight in matrices])
         for codes, weight, out in zip(rows, matrices, outs, strict=True):
             if weight.quant_type in INTEGER_TYPES:
                 self.launch(linear_gemm, codes, weight, out)
             else:
                 self.launch(float_linear_gemm, x.values, weight, out)
-        return outs
 
     def glu(self, gate: DeviceArray, up: DeviceArray, activation: Activation = SWIGLU) -> Activations:
         """See `Ops`."""

@@ -21,7 +21,10 @@ from coldstream.kernels.linear.integer_types import BLOCK_TYPES, INTEGER_TYPES
 from coldstream.kernels.linear.skinny_layouts import (
     FLOAT_ROW_BYTES,
     MAX_LARGE_FLOAT_ROWS,
+    MAX_ROWS,
     MAX_TILE_ROWS,
+    MIN_LARGE_SIDE,
+    PARTED_TYPES,
     SETS,
     Layout,
     Walk,
@@ -33,7 +36,7 @@ from coldstream.kernels.linear.skinny_layouts import (
 from coldstream.kernels.quant_tensor import QuantTensor
 
 MAX_MATRICES = 8
-MAX_FLOAT_VALUES = MAX_TILE_ROWS * 4096  # of rows that a matrix of floats meets
+MAX_FLOAT_VALUES = MAX_TILE_ROWS * 4096  # of a block's rows that a matrix of floats meets
 ONE, ROWS, SKINNY = "coldstream::linear_one", "coldstream::linear_rows", "coldstream::linear_skinny"
 FLOATS, WIDE = "coldstream::linear_floats", "coldstream::linear_wide"
 BY_WALK = {Walk.ONE: ONE, Walk.ROWS: ROWS, Walk.FLOATS: FLOATS, Walk.WIDE: WIDE}  # of kernels without numbers
@@ -88,16 +91,39 @@ def fits_skinny(weights: Sequence[QuantTensor], x: DeviceArray) -> bool:
     The choice is the same on every device, as plans are made without one.
     """
     num_rows, cols = x.shape
-    if num_rows > MAX_TILE_ROWS or len(weights) > MAX_MATRICES:
+    if num_rows > MAX_ROWS or len(weights) > MAX_MATRICES:
+        return False
+    if num_rows > MAX_TILE_ROWS and not all(map(_is_for_parts, weights)):
         return False
     has_floats = any(weight.quant_type in PASS_COLS for weight in weights)
     if not has_floats and all(is_large(weight.shape[0], cols, num_rows) for weight in weights):
         return False
-    if has_floats and num_rows * cols > MAX_FLOAT_VALUES:
+    if has_floats and min(num_rows, MAX_TILE_ROWS) * cols > MAX_FLOAT_VALUES:
         return False
     if num_rows > MAX_LARGE_FLOAT_ROWS and are_large_floats(_sizes(weights)):
         return False
     return num_rows <= MAX_GEMV_ROWS or all(has_aligned_floats(weight, x) for weight in weights)
+
+
+def divided(weights: Sequence[QuantTensor], x: DeviceArray) -> tuple[list[int], ...]:
+    """The numbers of `weights` that `fits_skinny` is asked for together, all in one of the lists.
+
+    Where a launch takes parts of x, tall matrices are apart, as GEMM has tiles enough for them.
+    """
+    numbers = list(range(len(weights)))
+    if not MAX_TILE_ROWS < len(x) <= MAX_ROWS:
+        return (numbers,)
+    large = [i for i in numbers if _is_tall(weights[i])]
+    return tuple(filter(None, (large, [i for i in numbers if i not in large])))
+
+
+def _is_for_parts(weight: QuantTensor) -> bool:
+    """Whether parts of more than MAX_TILE_ROWS rows are known to be faster than GEMM."""
+    return weight.quant_type in PARTED_TYPES and not _is_tall(weight)
+
+
+def _is_tall(weight: QuantTensor) -> bool:
+    return weight.quant_type in INTEGER_TYPES and weight.shape[0] >= MIN_LARGE_SIDE
 
 
 def needs_block_rows(weights: Sequence[QuantTensor], x: DeviceArray) -> bool:
@@ -131,7 +157,7 @@ def linear_skinny_cuda(
 ) -> None:
     """Write x [T, K] times each of `weights` [N, K] into the `outs` float32 [T, N], in one launch.
 
-    T ≤ MAX_TILE_ROWS. Weights in super-blocks of 256 need the quantised `activations` (laid out as
+    T ≤ MAX_ROWS. Weights in super-blocks of 256 need the quantised `activations` (laid out as
     `quantize/cuda.py` has it, with a scale for each 256 inputs), other types the float32 `x`, which the
     kernel quantises for smaller blocks; where `needs_block_rows`, they need `block_rows`, x so quantised. A
     weight's bytes are contiguous and aligned as its blocks are. Rows of x and outs may have any stride, but
@@ -245,7 +271,7 @@ def _check(
     x: DeviceArray | None,
     num_rows: int,
 ) -> None:
-    if not 0 < len(weights) == len(outs) <= MAX_MATRICES or not 0 < num_rows <= MAX_TILE_ROWS:
+    if not 0 < len(weights) == len(outs) <= MAX_MATRICES or not 0 < num_rows <= MAX_ROWS:
         raise ValueError(
             f"{len(weights)} weights, {len(outs)} outputs and {num_rows} rows are not one launch"
         )

@@ -29,7 +29,8 @@ WARPS = 8  # of a block, or of each of its sets
 BLOCKS_PER_PROCESSOR = 2  # where warps take units for themselves
 SLICE_ROWS = 8  # of activations that meet the same unpacked weights
 SLICES = (1, 2, 4, 8)  # that a block can take
-MAX_TILE_ROWS = SLICE_ROWS * SLICES[-1]
+MAX_TILE_ROWS = SLICE_ROWS * SLICES[-1]  # that a block can take
+MAX_ROWS = 2 * MAX_TILE_ROWS  # of a launch, whose blocks take parts of them
 # Limits as bench/kernels/gpu_skinny_variants.py measured them on Hopper, with shapes of 35B-A3B and 27B.
 MAX_WARP_ROWS = 3  # up to which a warp multiplies one row after the other
 MAX_RESIDENT_VALUES = 16 * 4096  # of all rows that a block holds at once
@@ -41,6 +42,8 @@ MOST_STAGES = 4
 QUICK_TYPES = frozenset({QuantType.Q4_K, QuantType.Q5_K})
 # Beyond so many rows GEMM is faster with a matrix that has enough rows and columns for it.
 MAX_LARGE_ROWS, MIN_LARGE_SIDE = 32, 4096
+# Types that were timed with more rows than a block can take; others have GEMM for these.
+PARTED_TYPES = QUICK_TYPES | {QuantType.Q6_K} | PASS_COLS.keys()
 FLOAT_STAGE_VALUES = 128  # inputs of a stage
 FLOAT_TILE_TOKENS = {1: 8, 2: 16, 4: 16, 8: 16}  # rows of activations, by slices
 FLOAT_TILE_ROWS = {1: 32, 2: 4, 4: 16, 8: 16}  # rows of weights, by slices
@@ -195,7 +198,11 @@ def layout_for(
 
     are_aligned: whether rows of floats begin on FLOAT_ROW_BYTES. ValueError if a single row does not fit.
     """
-    part_rows, walk = num_rows, Walk.of(weights, num_rows, are_aligned=are_aligned)
+    walk = Walk.of(weights, num_rows, are_aligned=are_aligned)
+    part_rows = num_rows
+    if num_rows > MAX_TILE_ROWS:
+        num_parts = -(-num_rows // MAX_TILE_ROWS)
+        part_rows = -(-num_rows // (num_parts * SLICE_ROWS)) * SLICE_ROWS
     while part_rows > 0:
         layout = _layout(limits, weights, part_rows, walk)
         if layout is not None:
