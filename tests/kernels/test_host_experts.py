@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coldstream.kernels.experts.addresses import AddressWriter
-from coldstream.kernels.experts.cuda_gemm import ExpertTables, Groups, group_pairs, plan_tiles
+from coldstream.kernels.experts.cuda_gemm import ExpertTables, Groups, group_and_plan, group_pairs, plan_tiles
 from coldstream.kernels.experts.mailbox import Mailbox
 from coldstream.kernels.experts.place_group import place_group_cuda
 from coldstream.kernels.experts.shapes import MAX_GROUP
@@ -73,6 +73,31 @@ def test_groups_and_tiles(
     assert tiles[1 : 1 + len(expected_tiles)].tolist() == expected_tiles
     assert (pairs[start:] == -1).all(), "pairs of no expert are in no group"
     assert (tiles[1 + len(expected_tiles) :] == -1).all()
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize(
+    ("tokens", "ranks", "num_experts"), [(1, 1, 1), (33, 8, 9), (64, 8, 256), (128, 10, 512), (128, 22, 1024)]
+)
+@pytest.mark.parametrize("tile_tokens", [1, 16])
+def test_groups_and_tiles_of_a_few_tokens(
+    tokens: int, ranks: int, num_experts: int, tile_tokens: int
+) -> None:
+    """They are those of the launches for any number of tokens."""
+    rng = np.random.default_rng(tokens)
+    # Ids beyond the experts are of no group, and most tokens want the first experts.
+    chosen = [
+        rng.permutation(max(ranks, num_experts + 2 if row % 3 else ranks))[:ranks] for row in range(tokens)
+    ]
+    ids = torch.from_numpy(np.stack(chosen) - 1).int()
+    tables = torch.ones(3, num_experts, dtype=torch.int64)
+    tables[1, num_experts // 2 :: 7] = 0
+    found, expected = (GuardedGroups(ids.numel(), num_experts, tile_tokens) for _ in range(2))
+    group_and_plan(ids, ExpertTables(*tables), found.groups, tile_tokens)
+    group_pairs(ids, num_experts, expected.groups)
+    plan_tiles(ids.numel(), ExpertTables(*tables), expected.groups, tile_tokens)
+    for actual, part in zip(found.parts, expected.parts, strict=True):
+        assert torch.equal(actual.checked(), part.checked())
 
 
 @pytest.mark.usefixtures("host")

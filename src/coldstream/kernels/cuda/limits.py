@@ -11,7 +11,6 @@ from coldstream.kernels.cuda.features import Features
 from coldstream.kernels.cuda.runtime import calls
 
 MAX_OVERLAP_ROWS = 128
-MAX_OVERLAP_PAIRS = 8 * MAX_OVERLAP_ROWS  # as `overlaps`, for rows of eight experts each
 
 
 def overlaps(num_rows: int) -> bool:

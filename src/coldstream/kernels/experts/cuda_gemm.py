@@ -16,12 +16,15 @@ from coldstream.kernels.cuda.gemm_tiles import (
     fitting,
     least_tilings,
 )
-from coldstream.kernels.cuda.limits import MAX_OVERLAP_PAIRS
+from coldstream.kernels.cuda.limits import MAX_OVERLAP_ROWS
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.linear.cuda_gemm import TILINGS as DENSE_TILINGS
 
 GROUP_THREADS, PLAN_THREADS = 1024, 1024
+BLOCK_TOKENS, BLOCK_EXPERTS = 128, 1024  # of `group_and_plan`, as in group.cu
+MOST_BLOCK_PAIRS = 1 << 15
+MAX_OVERLAP_PAIRS = 8 * MAX_OVERLAP_ROWS  # as `overlaps`, for rows of eight experts each
 
 # For groups that seldom exceed the few tokens of a tile.
 SMALL_TILINGS: Mapping[QuantType, Tiling] = {
@@ -82,7 +85,9 @@ PROGRAM = CudaProgram(
     [instance(tiling, gated) for tiling in ALL_TILINGS for gated in (True, False)],
     is_slow=True,
 )
-GROUP_PROGRAM = CudaProgram(Path(__file__).with_name("group.cu"), ("group_pairs", "plan_tiles"))
+GROUP_PROGRAM = CudaProgram(
+    Path(__file__).with_name("group.cu"), ("group_pairs", "plan_tiles", "group_and_plan")
+)
 
 
 def choose_tilings(num_pairs: int, num_experts: int, *quant_types: QuantType) -> tuple[Tiling, ...]:
@@ -100,14 +105,60 @@ def group_pairs(topk_ids: DeviceArray, num_experts: int, groups: Groups) -> None
     """
     num_pairs = topk_ids.numel()
     check_array("topk_ids", topk_ids, "int32")
-    if len(groups.pairs) < num_pairs or len(groups.tokens) < num_pairs or len(groups.counts) < num_experts:
-        raise ValueError(f"the groups have no room for {num_pairs} pairs of {num_experts} experts")
+    _check_room(num_pairs, num_experts, groups)
     GROUP_PROGRAM.kernel("group_pairs").launch(
         (num_experts, 1, 1),
         GROUP_THREADS,
         (topk_ids, num_pairs, topk_ids.shape[-1], groups.counts, groups.pairs, groups.tokens),
         overlap=num_pairs <= MAX_OVERLAP_PAIRS,
     )
+
+
+@declared_in("experts/group.cu")
+class TileTables(ctypes.Structure): ...
+
+
+def fit_one_block(num_tokens: int, num_pairs: int, num_experts: int) -> bool:
+    """Whether `group_and_plan` takes them."""
+    return num_tokens <= BLOCK_TOKENS and num_experts <= BLOCK_EXPERTS and num_pairs < MOST_BLOCK_PAIRS
+
+
+def group_and_plan(topk_ids: DeviceArray, tables: ExpertTables, groups: Groups, tile_tokens: int) -> None:
+    """`group_pairs` and `plan_tiles` in one launch. They `fit_one_block`, and no row has an expert twice."""
+    num_pairs, num_experts = topk_ids.numel(), len(tables.gate)
+    check_array("topk_ids", topk_ids, "int32")
+    if not fit_one_block(len(topk_ids), num_pairs, num_experts):
+        raise ValueError(f"{len(topk_ids)} tokens and {num_experts} experts are too many for one block")
+    _check_room(num_pairs, num_experts, groups)
+    _check_tiles(num_pairs, num_experts, groups, tile_tokens)
+    addresses = TileTables(gate=tables.gate.data_ptr(), up=tables.up.data_ptr(), down=tables.down.data_ptr())
+    GROUP_PROGRAM.kernel("group_and_plan").launch(
+        (1, 1, 1),
+        GROUP_THREADS,
+        (
+            topk_ids,
+            num_pairs,
+            topk_ids.shape[-1],
+            num_experts,
+            tile_tokens,
+            addresses,
+            groups.counts,
+            groups.pairs,
+            groups.tokens,
+            groups.tiles,
+        ),
+        overlap=True,
+    )
+
+
+def _check_room(num_pairs: int, num_experts: int, groups: Groups) -> None:
+    if len(groups.pairs) < num_pairs or len(groups.tokens) < num_pairs or len(groups.counts) < num_experts:
+        raise ValueError(f"the groups have no room for {num_pairs} pairs of {num_experts} experts")
+
+
+def _check_tiles(num_pairs: int, num_experts: int, groups: Groups, tile_tokens: int) -> None:
+    if len(groups.tiles) < 1 + num_pairs // tile_tokens + min(num_pairs, num_experts):
+        raise ValueError(f"{len(groups.tiles)} tiles are too few for {num_pairs} pairs")
 
 
 def plan_tiles(num_pairs: int, tables: ExpertTables, groups: Groups, tile_tokens: int) -> None:
@@ -117,8 +168,7 @@ def plan_tiles(num_pairs: int, tables: ExpertTables, groups: Groups, tile_tokens
     list. Pairs whose expert has an address 0 in any table are in no tile.
     """
     num_experts = len(tables.gate)
-    if len(groups.tiles) < 1 + num_pairs // tile_tokens + min(num_pairs, num_experts):
-        raise ValueError(f"{len(groups.tiles)} tiles are too few for {num_pairs} pairs")
+    _check_tiles(num_pairs, num_experts, groups, tile_tokens)
     GROUP_PROGRAM.kernel("plan_tiles").launch(
         (1, 1, 1),
         PLAN_THREADS,

@@ -70,15 +70,19 @@ def gate_up_gemm(
 ) -> None:
     """Gate and up of the routed experts that have addresses, of integer types.
 
-    x: activations quantised for gate and for up. The pairs of `groups` must be grouped. Writes the tiles of
-    `groups`, and to outs float32 [T · K, F] by place: both products, or with one of them the SwiGLU of gate
-    and up, which are of one type.
+    x: activations quantised for gate and for up. The pairs of `groups` must be grouped, unless they
+    `fit_one_block`. Writes the tiles of `groups`, and to outs float32 [T · K, F] by place: both products, or
+    with one of them the SwiGLU of gate and up, which are of one type.
     """
     gate, up, down = stacks
     ffn_size, hidden_size = gate.rows, gate.cols
     tables = experts_gemm.ExpertTables(gate.addresses, up.addresses, down.addresses)
     first, second, _ = _tilings(ids.numel(), stacks)
-    experts_gemm.plan_tiles(ids.numel(), tables, groups, tile_tokens(ids.numel(), stacks))
+    most_tokens = tile_tokens(ids.numel(), stacks)
+    if experts_gemm.fit_one_block(len(ids), ids.numel(), len(gate.addresses)):
+        experts_gemm.group_and_plan(ids, tables, groups, most_tokens)
+    else:
+        experts_gemm.plan_tiles(ids.numel(), tables, groups, most_tokens)
     if len(outs) == 1:
         experts_gemm.experts_gate_up_gemm(x[0], tables, first, ffn_size, hidden_size, groups, outs[0])
         return

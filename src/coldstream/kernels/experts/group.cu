@@ -96,3 +96,74 @@ extern "C" __global__ void __launch_bounds__(plan_threads)
   }
   if (threadIdx.x == 0) tiles[0] = make_int4(total, 0, 0, 0);
 }
+
+// Both for a few tokens, of which a word has a bit each, by one block: what `group_pairs` and then
+// `plan_tiles` write. A row has no id of an expert twice.
+constexpr int block_experts = 1024, block_words = 4;
+
+struct TileTables {
+  const int64_t *gate, *up, *down;  // by expert
+};
+
+// The sum over the threads of the block before this one, in two halves of 16 bits; `total` gets that over
+// all.
+__device__ __forceinline__ int sum_before(int own, int& total) {
+  __shared__ int ends[group_warps];
+  const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
+  int end = own;
+  for (int step = 1; step < warp_size; step *= 2) {
+    const int other = __shfl_up_sync(all_lanes, end, step);
+    if (lane >= step) end += other;
+  }
+  if (lane == warp_size - 1) ends[warp] = end;
+  __syncthreads();
+  total = 0;
+#pragma unroll
+  for (int w = 0; w < group_warps; w++) {
+    if (w < warp) end += ends[w];
+    total += ends[w];
+  }
+  return end - own;
+}
+
+extern "C" __global__ void __launch_bounds__(group_threads)
+    group_and_plan(const int* ids, int num_pairs, int num_ranks, int num_experts, int tile_tokens,
+                   TileTables tables, int2* counts, int* pairs, int* tokens, int4* tiles) {
+  __shared__ uint32_t of_expert[block_experts][block_words];  // a bit for each token
+  __shared__ int begin_of[block_experts];
+  release_next_grid();
+  const int expert = threadIdx.x;
+  for (int w = 0; w < block_words; w++) of_expert[expert][w] = 0;
+  __syncthreads();
+  wait_for_previous_grid();
+  const bool is_here =
+      expert < num_experts && tables.gate[expert] && tables.up[expert] && tables.down[expert];
+#pragma unroll 1
+  for (int pair = threadIdx.x; pair < num_pairs; pair += group_threads) {
+    const int id = ids[pair], token = pair / num_ranks;
+    if (id >= 0 && id < num_experts) atomicOr(&of_expert[id][token / 32], 1u << token % 32);
+  }
+  __syncthreads();
+  int count = 0;
+#pragma unroll
+  for (int w = 0; w < block_words; w++) count += __popc(of_expert[expert][w]);
+  const int num_tiles = is_here ? (count + tile_tokens - 1) / tile_tokens : 0;
+  int total;
+  const int before = sum_before(num_tiles << 16 | count, total), start = before & 0xffff;
+  begin_of[expert] = start;
+  if (expert < num_experts) counts[expert] = make_int2(count, start);
+  for (int i = 0; i < num_tiles; i++)
+    tiles[1 + (before >> 16) + i] =
+        make_int4(min(count - i * tile_tokens, tile_tokens), start + i * tile_tokens, expert, 0);
+  if (threadIdx.x == 0) tiles[0] = make_int4(total >> 16, 0, 0, 0);
+  __syncthreads();
+#pragma unroll 1
+  for (int pair = threadIdx.x; pair < num_pairs; pair += group_threads) {
+    const int id = ids[pair], token = pair / num_ranks;
+    if (id < 0 || id >= num_experts) continue;
+    int to = begin_of[id] + __popc(of_expert[id][token / 32] & ((1u << token % 32) - 1));
+    for (int w = 0; w < token / 32; w++) to += __popc(of_expert[id][w]);
+    pairs[to] = pair;
+    tokens[to] = token;
+  }
+}

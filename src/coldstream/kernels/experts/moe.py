@@ -15,7 +15,7 @@ from coldstream.kernels.cuda.loader import CudaWeight
 from coldstream.kernels.cuda.products import CudaProducts
 from coldstream.kernels.cuda.skinny_shapes import MAX_GEMV_ROWS, MAX_PAIR_ROWS, SKINNY_TYPES
 from coldstream.kernels.experts.cuda import PairRows
-from coldstream.kernels.experts.cuda_gemm import Groups, group_pairs, max_tiles
+from coldstream.kernels.experts.cuda_gemm import Groups, fit_one_block, group_pairs, max_tiles
 from coldstream.kernels.experts.cuda_grouped import MAX_GROUPED_ROWS, ChosenIds
 from coldstream.kernels.experts.cuda_layer import (
     Stacks,
@@ -161,7 +161,7 @@ class MoeKernels:
         return shared
 
     def pairs(self, x: Activations, ids: DeviceArray, weights: ExpertWeights) -> Pairs:
-        """Memory for the routed experts of a layer; for GEMM, queues the grouping of pairs by expert."""
+        """Memory for the routed experts of a layer; for GEMM of more than a few, queues their grouping."""
         device, stacks = self.device, stacks_of(weights)
         routed = device.empty(*ids.shape, x.shape[1])
         form = Form.of(len(ids), stacks)
@@ -175,7 +175,8 @@ class MoeKernels:
             device.empty(num_experts, 2, dtype="int32"),
             device.empty(max_tiles(num_pairs, num_experts) + 1, 4, dtype="int32"),
         )
-        device.launch(group_pairs, ids, num_experts, groups)
+        if not fit_one_block(len(ids), num_pairs, num_experts):
+            device.launch(group_pairs, ids, num_experts, groups)
         inputs = device.quantised_for(x, (gate.quant_type, up.quant_type))
         hidden = device.activations(num_pairs, gate.rows, scale_size=activation_scale_size(down.quant_type))
         products: tuple[DeviceArray, ...] = (hidden.values,)
@@ -217,11 +218,12 @@ class MoeKernels:
         # Other experts' places in between keep their values, or are overwritten when those are computed.
         part = hidden.rows(places.start, places.stop - places.start)
         if len(products) == 1:
-            launch(quantize_cuda, part.values, part.quantised)
+            launch(quantize_cuda, part.values, part.quantised, tokens=len(pairs.ids))
         else:
             gate, up = (product[places] for product in products)
             biases = None
             if weights.biases is not None:
                 biases = PlacedBiases(weights.biases, grouped.groups.pairs[places], pairs.ids)
-            launch(swiglu_cuda, gate, up, part.values, part.quantised, weights.activation, biases)
+            codes, activation, tokens = part.quantised, weights.activation, len(pairs.ids)
+            launch(swiglu_cuda, gate, up, part.values, codes, activation, biases, tokens=tokens)
         launch(down_gemm, hidden.quantised, pairs.ids, stacks, grouped.groups, pairs.routed)

@@ -9,7 +9,7 @@ from coldstream.kernels.arithmetic.quantised import (
     padded_cols,
 )
 from coldstream.kernels.cuda.array import DeviceArray
-from coldstream.kernels.cuda.limits import MAX_OVERLAP_PAIRS
+from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.quantize import COLS_MULTIPLE
 
@@ -29,11 +29,11 @@ def scale_size_of(x: QuantActivations) -> int:
     )
 
 
-def quantize_cuda(x: DeviceArray, out: QuantActivations) -> None:
+def quantize_cuda(x: DeviceArray, out: QuantActivations, *, tokens: int | None = None) -> None:
     """Quantise the rows of float32 x [T, K] into `out` (see `activations_from`), the padding as zeros.
 
-    The shape of `out.scales` gives the inputs per scale. K is a multiple of 32; rows of x are aligned to 16
-    bytes. ValueError otherwise.
+    The shape of `out.scales` gives the inputs per scale. tokens: of the step, if rows are its pairs. K is a
+    multiple of 32; rows of x are aligned to 16 bytes. ValueError otherwise.
     """
     rows, cols = x.shape
     if cols % COLS_MULTIPLE or x.stride(1) != 1 or (x.stride(0) * 4 | x.data_ptr()) % 16:
@@ -46,5 +46,5 @@ def quantize_cuda(x: DeviceArray, out: QuantActivations) -> None:
         (rows, -(-groups // WARPS_PER_BLOCK), 1),
         WARPS_PER_BLOCK * 32,
         (x, x.stride(0), cols, padded, out.q, out.scales, out.sums),
-        overlap=rows <= MAX_OVERLAP_PAIRS,
+        overlap=overlaps(rows if tokens is None else tokens),
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from coldstream.kernels.arithmetic.quantised import GROUP_SIZE, QuantActivations, padded_cols
 from coldstream.kernels.cuda.array import DeviceArray, check_array
-from coldstream.kernels.cuda.limits import MAX_OVERLAP_PAIRS
+from coldstream.kernels.cuda.limits import overlaps
 from coldstream.kernels.cuda.program import CudaProgram
 from coldstream.kernels.cuda.structs import declared_in
 from coldstream.kernels.ops import GATED_UNITS, SWIGLU, Activation, ExpertBiases
@@ -52,11 +52,12 @@ def swiglu_cuda(
     quantized: QuantActivations | None,
     activation: Activation = SWIGLU,
     biases: PlacedBiases | None = None,
+    *,
+    tokens: int | None = None,
 ) -> None:
     """The gated unit of both, float32 [T, F] with any row stride, as floats, quantised, or both.
 
-    biases: of gate and up, for other units than SwiGLU.
-
+    biases: of gate and up, for other units than SwiGLU. tokens: of the step, if rows are its pairs.
 
     Writes contiguous float32 `out` [T, F] and `quantized` (see `activations_from`; the shape of its scales
     gives the values per scale), where given. ValueError if shapes disagree.
@@ -83,7 +84,7 @@ def swiglu_cuda(
         (rows, -(-groups // warps), 1),
         warps * WARP_SIZE,
         (gate, gate.stride(0), up, up.stride(0), cols, padded, out, *codes, options),
-        overlap=rows <= MAX_OVERLAP_PAIRS,
+        overlap=overlaps(rows if tokens is None else tokens),
     )
 
 
