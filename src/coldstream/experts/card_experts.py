@@ -6,13 +6,14 @@ Unit of work: a step of the first card.
 """
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from coldstream.errors import OutOfMemoryError
+from coldstream.errors import GenerationFault, OutOfMemoryError
 from coldstream.experts.host import HostExperts
 from coldstream.experts.partial_tables import mapped_bytes
 from coldstream.gguf.reader import TensorInfo
@@ -38,6 +39,7 @@ from coldstream.kernels.experts.requests import (
 from coldstream.kernels.experts.table import ExpertTable
 from coldstream.kernels.ops import SWIGLU, Activation
 
+PATIENCE_S: Final = 60.0  # with a card that computes a request
 RESERVE_BYTES: Final = 256 * 2**20  # for kernels, graphs and rows
 
 
@@ -178,9 +180,14 @@ class CardExperts:
             self._wait()
 
     def _end_by_host(self) -> None:
-        words = self._box.words.numpy()
-        self._box.done.numpy()[0] = 0
-        words[0] = request_of(len(self._layers), 1)
+        """Asks for the end of a step, once what was asked before is answered. Raises GenerationFault."""
+        done, until = self._box.done.numpy(), time.monotonic() + PATIENCE_S
+        while not done[0]:
+            if time.monotonic() > until:
+                raise GenerationFault(f"device {self.index} does not answer: load the model again")
+            time.sleep(1e-4)
+        done[0] = 0
+        self._box.request.numpy()[0] = request_of(len(self._layers), 1)
 
     def _is_idle(self) -> bool:
         with calls.on_device(self.index):
