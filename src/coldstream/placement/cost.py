@@ -37,7 +37,7 @@ DISK_WAIT_S: Final = 4.5e-4  # per layer that misses: waking readers, and the di
 # it, the router, the experts, and three of the shared expert.
 CPU_LAYER_OPS: Final = 8
 # Python between two steps of a CPU, in calls of an operation: what chooses a token, and says what is next.
-CPU_STEP_CALLS: Final = 18
+CPU_STEP_CALLS: Final = 24
 # Bytes a second of MEASURED_TYPE that kernels of one row ask for over the bus, unless more were measured.
 # They ask as fast as they multiply, so that types of more instructions, and of fewer bytes, leave some of it.
 ROW_BUS_BYTES: Final = 4.4e10

@@ -25,6 +25,8 @@ LinearOp::LinearOp(const QuantKernels& kernels, FloatRowsIn x, int64_t cols, std
     total_rows_ += part.w.num_rows;
     forms_.add(part.w.type);
   }
+  scratch_bytes_ = count_scratch_bytes();
+  shared_bytes_ = count_shared_bytes();
 }
 
 bool LinearOp::is_tiled(const LinearPart& part, int rows) const {
@@ -46,12 +48,12 @@ bool LinearOp::quantizes_apart() const {
   return forms_.any() && (has_tiled(capacity_) || capacity_ * cols_ > private_quantize_elements);
 }
 
-size_t LinearOp::scratch_bytes() const {
+size_t LinearOp::count_scratch_bytes() const {
   const size_t rows_kept = quantizes_apart() ? (has_tiled(capacity_) ? tile_rows : 0) : capacity_;
   return multiply_bytes(kernels_, cols_) + rows_kept * forms_.row_bytes(cols_);
 }
 
-size_t LinearOp::shared_bytes() const {
+size_t LinearOp::count_shared_bytes() const {
   if (!quantizes_apart()) return 0;
   int rows = capacity_;
   while (rows > 0 && !has_untiled(rows)) rows--;

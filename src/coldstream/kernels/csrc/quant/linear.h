@@ -34,8 +34,8 @@ class LinearOp : public Op {
            int capacity);
   const char* name() const override { return "linear"; }
   int num_stages() const override { return quantizes_apart() ? 2 : 1; }
-  size_t scratch_bytes() const override;
-  size_t shared_bytes() const override;
+  size_t scratch_bytes() const override { return scratch_bytes_; }
+  size_t shared_bytes() const override { return shared_bytes_; }
   void run(int stage, int rows, Worker& w) override;
   bool runs_alone(int stage, int rows) const override;
 
@@ -46,6 +46,8 @@ class LinearOp : public Op {
   bool has_tiled(int rows) const;
   bool has_untiled(int rows) const;
   bool quantizes_apart() const;
+  size_t count_scratch_bytes() const;
+  size_t count_shared_bytes() const;
   size_t tile_bytes(int rows) const;
   void quantize(int rows, Worker& w) const;
   void multiply_slices(int rows, Worker& w) const;
@@ -65,6 +67,8 @@ class LinearOp : public Op {
   int capacity_;
   int64_t total_rows_;
   ActivationForms forms_;
+  // Counted once, as each run of a graph asks all of its ops.
+  size_t scratch_bytes_, shared_bytes_;
 };
 
 }  // namespace coldstream
