@@ -7,12 +7,13 @@ from same_bits import assert_same_bits
 from bench.kernels.token_layers import ByLaunches, ByOneLaunch, Layer
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.persistent.check import faults_of
-from coldstream.kernels.persistent.cuda import Signals
+from coldstream.kernels.persistent.cuda import Signals, StuckError
 from coldstream.kernels.persistent.program import (
     plan,
 )
 from coldstream.kernels.persistent.shapes import (
     DELTA_OUT,
+    NO_COUNTER,
     PROJECTED,
     ROUTED,
     SHARED,
@@ -117,3 +118,24 @@ def test_what_is_between_two_attentions_has_the_bits_of_launches(signals: Signal
         count = want_rows.numel()
         assert_same_bits(launch.words(2, begin, count), want_rows[0])
         begin += count
+
+
+@pytest.mark.parametrize(
+    ("signals", "missing"), [(SIGNALS[0], "bytes or numbers"), (SIGNALS[2], "counter 'route' of layer 0")]
+)
+def test_a_wait_without_end_is_an_error(signals: Signals, missing: str) -> None:
+    """A block leaves its part of the router out, and whoever waits for it gives up."""
+    generator = torch.Generator().manual_seed(4)
+    kinds = kinds_of(Sizes(512, 256, 24, 3, 2, 4))
+    layers = [Layer.random(0, kinds[0], generator)]
+    lists = plan(kinds, 3, RINGS)
+    block = lists.blocks[0][1]
+    step = block.steps[block.names.index("route")]
+    step.out = lists.buffers.num_words - 64  # where nobody looks
+    setattr(step, "raise", NO_COUNTER)
+    launch = ByOneLaunch(layers, lists, torch.randn(1, 512, generator=generator))
+    launch.begin()
+    launch.queue(signals)
+    with pytest.raises(StuckError, match=f"threads waited without end, first for {missing}"):
+        launch.result()
+    launch.result()

@@ -195,7 +195,5 @@ def check_report(lists: TokenLists, failed: int, number: int) -> None:
         return
     layer, counter = divmod(number, len(lists.counters))
     is_counter = number != NOTHING_FAILED[1]
-    waits_for = (
-        f"counter {lists.counters[counter]!r} of layer {layer}" if is_counter else "bytes, or its block"
-    )
+    waits_for = f"counter {lists.counters[counter]!r} of layer {layer}" if is_counter else "bytes or numbers"
     raise StuckError(f"one launch a token: {failed} threads waited without end, first for {waits_for}")
