@@ -39,6 +39,7 @@ def kinds_of(sizes: Sizes) -> list[LayerShape]:
     return [LayerShape.of(sizes, dict(zip(NAMES, types, strict=True)), part, key_heads) for types in TYPES]
 
 
+@pytest.mark.sharded(6)
 @pytest.mark.parametrize("signals", SIGNALS)
 @pytest.mark.parametrize("blocks", [3, 8])
 @pytest.mark.parametrize(("heads", "warps"), [((0, 0), 8), ((2, 4), 8), ((2, 4), 12)])

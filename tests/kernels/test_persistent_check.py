@@ -42,6 +42,7 @@ def planted(plant: Callable[[BlockProgram], None], *, by_words: bool, block: int
     return faults_of(lists, by_words=by_words)
 
 
+@pytest.mark.sharded(4)
 @pytest.mark.parametrize("by_words", [True, False])
 @pytest.mark.parametrize("has_mixer", [True, False])
 def test_lists_of_the_full_size_model_are_right(*, has_mixer: bool, by_words: bool) -> None:
