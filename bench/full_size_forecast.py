@@ -5,12 +5,14 @@ from typing import Any
 
 from coldstream.gguf.quant_types import QuantType
 from coldstream.kernels.experts.step_rates import StepRates
+from coldstream.kernels.mixer_rates import MixerRates
 from coldstream.placement.forecast import Known, decode_forecast
 from coldstream.placement.hardware import GpuHardware, Hardware
 from coldstream.placement.hit_rates import PUBLISHED
 from coldstream.placement.rates import Rates
 from coldstream.placement.sizes import ModelSizes, Products
 
+ASSUMED_CALL_S = 2e-5  # of mixers that were measured without it
 SHORT_PROMPT = 64  # tokens of a prompt at depth 0
 
 
@@ -54,12 +56,17 @@ def hardware_of(result: dict[str, Any]) -> Hardware:
     facts = result["hardware"]
     steps = steps_of(facts["gpu"].get("steps"), facts["num_physical_cores"])
     gpu = GpuHardware(**_rates_in(facts["gpu"]) | {"steps": steps})
-    return Hardware(**_rates_in(facts) | {"gpu": gpu})
+    return Hardware(**_rates_in(facts) | {"gpu": gpu, "mixers": mixers_of(facts.get("mixers"))})
 
 
 def _rates_in(facts: dict[str, Any]) -> dict[str, Any]:
     """Without what may have disturbed their measurement."""
     return {name: _hashable(value) for name, value in facts.items() if name != "conditions"}
+
+
+def mixers_of(facts: dict[str, Any] | None) -> MixerRates | None:
+    """Rates between products in a result; those of before Python was measured have an estimate of it."""
+    return MixerRates.parsed({"call_s": ASSUMED_CALL_S} | facts) if facts else None
 
 
 def steps_of(facts: dict[str, Any] | None, cores: int) -> StepRates | None:

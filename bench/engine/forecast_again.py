@@ -27,13 +27,12 @@ import numpy as np
 
 from bench.engine import cpu_forecast
 from bench.engine.plan_forecast import Work, compared, expected
-from bench.full_size_forecast import hardware_of, mean_context, steps_of
+from bench.full_size_forecast import hardware_of, mean_context, mixers_of, steps_of
 from bench.full_size_mixes import MIXES, PLAIN, Mix
 from bench.full_size_model import FULL_SHAPE, FullSizeWriter
 from bench.results import ROOT, add_result_options, write_result
 from coldstream.gguf.reader import GGUFFile
 from coldstream.kernels.experts.step_rates import StepRates
-from coldstream.kernels.mixer_rates import MixerRates
 from coldstream.models.read_spec import read_spec
 from coldstream.placement.forecast import Known, decode_forecast
 from coldstream.placement.hardware import GpuHardware, Hardware
@@ -51,7 +50,6 @@ from coldstream.planning.planned import Planned
 GIB = 2**30
 KV_TYPE = "f16"
 DECODE = "decode"
-ASSUMED_CALL_S = 2e-5  # of mixers that were measured without it
 Row = dict[str, Any]
 
 
@@ -126,7 +124,7 @@ def rates_of(row: Row) -> Rates:
     names = {each.name for each in fields(Rates)}
     found = {name: _as_tuple(value) for name, value in row["rates"].items() if name in names}
     if "mixers" in found:
-        found["mixers"] = MixerRates.parsed({"call_s": ASSUMED_CALL_S} | found["mixers"])
+        found["mixers"] = mixers_of(found["mixers"])
     if row.get("steps"):
         steps = steps_of(row["steps"], found["num_cores"])
         found["shares"] = KernelShares.of(

@@ -21,7 +21,7 @@ CORES: Final = "missed-aims.md#a-prompt-of-2048-tokens"
 STAGING: Final = "missed-aims.md#steps-of-several-rows"
 START: Final = "startup.md#imports-context-and-dry-runs"
 DENSE: Final = "dense-layers.md#layers-that-are-missing"
-TIERS: Final = "memory-tiers.md#three-tiers-under-a-limit"
+TIERS: Final = "missed-aims.md#less-ram-than-the-file-has-bytes"
 AHEAD: Final = "missed-aims.md#decoding-with-a-part-of-the-experts"
 ON_GPU: Final = "draft-sizes.md#how-many-nodes-to-ask-for"
 MISSING: Final = "missed-aims.md#drafts-where-experts-are-missing"
@@ -102,8 +102,8 @@ def aims_partial() -> str:
 
 
 def _partial() -> Iterator[Aim]:
-    hybrid = {round(row["experts_bytes"] / 2**30, 1): row for row in load("gpu/hybrid_ahead")["rows"]}
-    source, whole = "gpu/hybrid_ahead.json", max(row["tok_s"] for row in hybrid.values())
+    hybrid = {round(row["experts_bytes"] / 2**30, 1): row for row in load("gpu/hybrid_handover")["rows"]}
+    source, whole = "gpu/hybrid_handover.json", max(row["tok_s"] for row in hybrid.values())
     what = "decoding, 10.7 GiB of experts, of all"
     yield Aim(what, 0.92, hybrid[10.7]["tok_s"] / whole, source, 2, why=AHEAD)
     for gib, name, least in ((3.0, "3 GiB", 0.45), (0.0, "none", 0.72)):
