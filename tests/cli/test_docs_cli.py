@@ -147,18 +147,32 @@ def paths_on_a_gpu(prefix: str, kind: type) -> set[str]:
     return paths
 
 
+def documented_paths() -> dict[str, set[str]]:
+    """Those of the page's table, by verb."""
+    documented: dict[str, set[str]] = {}
+    for verb, path in re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", PAGE, re.MULTILINE):
+        documented.setdefault(verb, set()).add(path)
+    return documented
+
+
 def as_json(facts: MachineFacts) -> Any:
     """What `doctor --json` prints of these facts."""
     return json.loads(json.dumps(document(facts, find(facts))))
+
+
+def test_fields_of_a_plan_are_documented(run: Run) -> None:
+    """With each commit, as plans change most often."""
+    patterns = [each.replace(r"\*", ".+") for each in map(re.escape, documented_paths()["plan"])]
+    code, out, error = run("plan", "--device", "cpu", "--json")
+    assert (code, error) == (0, "")
+    assert not [path for path in paths_of(json.loads(out)) if not re.fullmatch("|".join(patterns), path)]
 
 
 @pytest.mark.sharded(of="processes")
 def test_every_field_of_json_is_documented_and_exists(
     run: Run, tmp_path: Path, folder: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    documented: dict[str, set[str]] = {}
-    for verb, path in re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", PAGE, re.MULTILINE):
-        documented.setdefault(verb, set()).add(path)
+    documented = documented_paths()
     foreign = make_model(quant="F32")
     foreign.arch = "llama"
     (llama,) = write_model(tmp_path / "llama.gguf", foreign)
