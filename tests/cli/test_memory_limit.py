@@ -28,9 +28,9 @@ SHAPE = Shape(
     vocab=FIRST_ID + 200,
     context=1024,
 )
-RAM = 104 * MIB
+RAM = 96 * MIB
 # Beyond --ram: the interpreter, its packages, and pages of files that the system keeps while it has room.
-HEADROOM = 144 * MIB
+HEADROOM = 152 * MIB
 # So hot that this model's text, which else walks through its vocabulary, is any of very many.
 HOT = ("--temp", "12", "--top-k", "0", "--top-p", "1", "--min-p", "0", "--seed", "7")
 REQUEST = ("-p", "the cat", "-n", "64", "--ignore-eos", "--ctx-size", "256", *HOT)
