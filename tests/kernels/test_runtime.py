@@ -24,7 +24,7 @@ MIB = 1 << 20
 CHOICE: dict[str, Any] = {
     "temperature": 1.0, "top_k": 0, "top_p": 0.9, "min_p": 0.0, "seed": 1, "position": 1,
     "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-    "recent": (), "biased": (), "biases": (), "logprobs": None,
+    "recent": (), "biased": (), "biases": (), "allowed": None, "logprobs": None,
 }  # fmt: skip
 
 
