@@ -46,6 +46,7 @@ def _replace(patch: pytest.MonkeyPatch, device: ModelDevice) -> None:
     patch.setattr(streams, "Stream", lambda: ModelStream(device))
     patch.setattr(streams, "Event", partial(ModelEvent, device))
     patch.setattr(streams, "current_stream", lambda: device.current)
+    patch.setattr(streams, "default_stream", lambda: device.default)
     patch.setattr(streams, "on_stream", device.on)
     patch.setattr(calls, "synchronize", device.synchronize)
     patch.setattr(limits, "_limits_of", lambda index: LIMITS)

@@ -40,6 +40,11 @@ PARAMS = {
 }
 
 
+def unchanged(token_ids: Sequence[int], logits: np.ndarray) -> np.ndarray:
+    """A processor, for which logits come to the host."""
+    return logits
+
+
 @dataclass
 class EveryFourth:
     """Two nodes before every fourth step, none before others. `idle_steps`: those of a long rest."""
@@ -182,7 +187,7 @@ def test_drafters_observe_each_step_once_with_its_own_states(
     wants_hidden: bool,
     idle_steps: Sequence[int],
 ) -> None:
-    """As where the host chooses, which it does if it is asked for log-probabilities."""
+    """As where the host chooses, which it does if logits are processed there."""
     plain, opened = models
     drafters, num_launched = [], []
     launched: list[LaunchedStep] = []
@@ -192,7 +197,7 @@ def test_drafters_observe_each_step_once_with_its_own_states(
         return launched[-1]
 
     monkeypatch.setattr(engine, "launch_ahead", noted)
-    for params in (SEEDED, replace(SEEDED, logprobs=0)):
+    for params in (SEEDED, replace(SEEDED, logits_processors=[unchanged])):
         drafter = noting(plain, SEEDED, wants_hidden=wants_hidden)
         llm = LLM.from_opened(
             replace(opened, speculation=Speculation(drafter, EveryFourth(idle_steps=idle_steps)))
@@ -227,10 +232,10 @@ def test_drafters_observe_each_step_once_with_its_own_states(
 def test_an_engine_launches_steps_ahead_between_drafts_and_tells_of_each_once(
     models: tuple[LLM, OpenedModel], name: str, wants_hidden: bool, idle_steps: Sequence[int]
 ) -> None:
-    """As where the host chooses, which it does if it is asked for log-probabilities."""
+    """As where the host chooses, which it does if logits are processed there."""
     plain, opened = models
     drafters, num_ahead = [], []
-    for params in (PARAMS[name], replace(PARAMS[name], logprobs=0)):
+    for params in (PARAMS[name], replace(PARAMS[name], logits_processors=[unchanged])):
         drafter = noting(plain, PARAMS[name], wants_hidden=wants_hidden)
         speculation = Speculation(drafter, EveryFourth(idle_steps=idle_steps))
         with engine_of(replace(opened, speculation=speculation)) as client:
