@@ -63,7 +63,8 @@ def test_a_step_that_was_not_launched_leaves_no_loop_behind(
                 runner.decode(3)
         assert not second.queued[-1].done()
         check_chains(runner, plain, (1,))
-        assert all(each.done() for each in second.queued)
+        for each in second.queued:
+            each.result(timeout=60)  # the last one may still end
 
 
 def test_a_card_that_is_not_there_is_refused(second: SecondDevice, tmp_path: Path) -> None:
