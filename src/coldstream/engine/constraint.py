@@ -8,6 +8,7 @@ loop. A call with a prefix of another fork starts from the prefix that both shar
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from functools import cached_property
 from typing import Protocol, Self
 
 import numpy as np
@@ -153,7 +154,7 @@ class AnswerConstraint:
             return None
         if place.phase is _ThoughtPhase.THOUGHT:
             unwanted = self._bits_of(self._end_ids + self._unwanted_in_thought(place))
-            return self._bits_of(range(self._vocab_size)) & ~unwanted
+            return self._all_tokens & ~unwanted
         mask = self._mask(place, self._matcher)
         return mask if mask.any() else self._bits_of(self._end_ids)
 
@@ -186,6 +187,10 @@ class AnswerConstraint:
             if place.tail.endswith(thought.closing[:num_there]):
                 unwanted += ids
         return unwanted
+
+    @cached_property
+    def _all_tokens(self) -> Bitmask:
+        return self._bits_of(range(self._vocab_size))
 
     def _bits_of(self, token_ids: Collection[int]) -> Bitmask:
         return bitmask_of(token_ids, self._vocab_size)
