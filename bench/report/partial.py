@@ -98,7 +98,8 @@ def gpu_three_tiers() -> str:
         "Ours: `python -m bench.engine.three_tiers full.gguf --vram 4G --ram … --fill --tokens 128`. "
         "llama.cpp, which maps the file, with the experts of 40 or 36 layers on the CPU: "
         "`python -m bench.peers.gpu_peer full.gguf --llama llama --cpu-layers 40,36 --ram …`. "
-        "With 18 GiB both ran in the same call; with 10 and 14 it ran on another machine of the kind, with 40"
+        "With 18 GiB both ran in the same call. With 10 and 14 GiB llama.cpp ran on another machine of the "
+        "kind, with 40 layers"
     )
     return table(header, rows) + f"\n{note}\n"
 

@@ -18,7 +18,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Longer than Python's work between two steps, short enough not to waste a core when idle.
+// Short enough not to waste a core when idle. Python's work between two steps takes longer, so that threads
+// sleep meanwhile.
 constexpr auto idle_spin = std::chrono::microseconds(100);
 
 // state_: whether the stage is open, whether a run is under way, and the stage's serial number.
